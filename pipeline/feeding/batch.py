@@ -1,39 +1,54 @@
-"""A micro-batch, and how the host builds it with numpy. `transfer` builds the same with torch.
+"""A micro-batch, and how its tensors are made.
 
-Both use ragged tokens in storage dtype. Masks, positions and labels (except tags) are built on
-first use. Torch is imported for the first batch: a worker makes none.
+A slice has columns without padding, in the dtype of the shards. `padding` widens and pads them at
+once. Masks, positions and labels are made when they are first used, from the padded columns, the
+lengths, and the slots where documents begin. That code is the same on the CPU and on a device.
+Nothing synchronises with the device, because the host knows every shape. Torch is imported for the
+first batch: a worker makes none.
 
 Shapes: B sequences, T padded length, P pieces, S segments.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.feeding.padding import (
+    host_mask,
+    mask_to_fill,
+    pad_on_device,
+    pad_on_host,
+    widened,
+)
 from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS, is_kept, no_target, role_of
-from tokenfeed.pipeline.windows.rank_slice import TARGETS, RaggedBatch
+from tokenfeed.pipeline.planning.batching import Round
+from tokenfeed.pipeline.windows.rank_slice import (
+    IS_IGNORED,
+    LENGTHS,
+    ROW_TARGETS,
+    SEGMENTS,
+    TARGETS,
+    RankSlice,
+    between,
+)
 
 if TYPE_CHECKING:
     import torch
 
 
 ATTENTION_MASK, POSITION_IDS, SEQ_IDX = "attention_mask", "position_ids", "seq_idx"
-SEGMENTS = "segments"
 _ENDS, _LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
 _USE_CACHE = "use_cache"
 _OF_PACKED = (POSITION_IDS, *_ENDS, *_LONGEST, SEQ_IDX, _USE_CACHE)
-_TABLE_LENGTH = 256  # longer masks are as quick to compare as to look up
-_FEW_ROWS = 16  # copied one by one: quicker than to build a mask and to fill through it
 
 Tensors = dict[str, Any]
-"""Tensors by name, or arrays that become tensors."""
-Build = Callable[[str, RaggedBatch, Tensors], Any]
-"""Builds the missing tensor of a name from the other tensors of a batch."""
+"""Tensors by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,25 +95,29 @@ class Batch(Mapping[str, Any]):
     """
 
     def __init__(
-        self, ragged: RaggedBatch, tensors: Tensors, build: Build, ignore_index: int = IGNORED
+        self, made: RankSlice, number: int, tensors: Tensors, inputs: Tensors, form: BatchForm
     ) -> None:
-        self._ragged = ragged
-        self._tensors = tensors
-        self._build = build
-        self._ignore_index = ignore_index
+        """Make micro-batch `number` of a slice without columns.
+
+        `tensors` are its columns. `inputs` are what other keys are made from when they are used.
+        """
+        self._made, self._number, self._form = made, number, form
+        self._tensors, self._inputs = tensors, inputs
         self._targets: Any = None
-        self._keys, self._kept = _names(ragged.token_columns, ragged.is_packed)
-        self.lengths = ragged.sequence_lengths
+        self._is_packed = made.segments is not None
+        self._keys, self._kept = _names(tuple(made.columns), self._is_packed)
+        self._pieces = between(made.piece_offsets, number)
+        self._shape = made.shape(number)
+        self.lengths: np.ndarray = made.sequence_lengths[between(made.batch_offsets, number)]
         """Tokens of each sequence, numpy, [B]."""
-        self.is_filler = ragged.is_filler
-        """Whether this repeats a sequence of another rank, so that all ranks have a batch."""
-        self.num_tokens = ragged.num_tokens
-        """Number of tokens; 0 for a filler."""
-        self.num_targets = ragged.num_targets
-        """Number of labels that a loss counts; 0 for a filler."""
-        rows, length = ragged.shape
-        self.num_slots = rows * length
+        self.num_slots = self._shape[0] * self._shape[1]
         """Number of slots, B times T: tokens and padding."""
+        self.is_filler = bool(made.is_filler[number])
+        """Whether this repeats a sequence of another rank, so that all ranks have a batch."""
+        self.num_tokens = 0 if self.is_filler else made.num_tokens(number)
+        """Number of tokens; 0 for a filler."""
+        self.num_targets = 0 if self.is_filler else int(made.num_targets[number])
+        """Number of labels that a loss counts; 0 for a filler."""
 
     @overload
     def __getitem__(  # type: ignore[overload-overlap]
@@ -113,10 +132,11 @@ class Batch(Mapping[str, Any]):
             if key in _ENDS:
                 return self.cu_seqlens
             if key in _LONGEST:
-                return self._ragged.padded_length
+                return self._shape[1]
             if key == _USE_CACHE:
                 return False
-            self._tensors[key] = self._build(key, self._ragged, self._tensors)
+            with _trainable():
+                self._tensors[key] = _MAKERS[key](self)
         return self._tensors[key]
 
     def __getattr__(self, name: str) -> Any:
@@ -140,12 +160,12 @@ class Batch(Mapping[str, Any]):
         return len(self._keys)
 
     def __repr__(self) -> str:
-        rows, length = self._ragged.shape
+        rows, length = self._shape
         return f"Batch([{rows}, {length}], {self.num_tokens:,} tokens, {self.device})"
 
     def tensors(self) -> Iterable[Any]:
-        """Return all tensors built so far."""
-        return self._tensors.values()
+        """Return all tensors made so far, and what others are made from."""
+        return (*self._tensors.values(), *self._inputs.values())
 
     @property
     def device(self) -> "torch.device":
@@ -181,10 +201,11 @@ class Batch(Mapping[str, Any]):
 
     def _mapped(self, change: Callable[[Any], Any]) -> "Batch":
         for key in self:
-            self[key]  # build everything now: it could not be built there later
+            self[key]  # everything is made here, in one place
         changed = copy(self)
         changed._tensors = {key: change(tensor) for key, tensor in self._tensors.items()}
-        changed._targets = None  # built again there
+        changed._inputs = {key: change(tensor) for key, tensor in self._inputs.items()}
+        changed._targets = None  # made again there
         return changed
 
     @property
@@ -196,9 +217,8 @@ class Batch(Mapping[str, Any]):
         classification and regression: the labels.
         """
         if self._targets is None:
-            ragged = self._ragged
-            is_next = TARGETS not in ragged.token_columns and ragged.row_targets is None
-            self._targets = _targets(self[TARGETS], self._ignore_index, is_next=is_next)
+            is_next = TARGETS not in self._made.columns and ROW_TARGETS not in self._inputs
+            self._targets = _targets(self[TARGETS], self._form.ignore_index, is_next=is_next)
         targets: torch.Tensor = self._targets
         return targets
 
@@ -206,29 +226,34 @@ class Batch(Mapping[str, Any]):
     def ends_step(self) -> bool:
         """Whether this is the last micro-batch of a step of this rank: call the optimizer now. The
         step has the same rows on any number of ranks."""
-        return self._ragged.ends_step
+        return bool(self._made.steps[self._number])
 
     @property
     def rows(self) -> np.ndarray:
         """Number of the row of each piece, over all sources, numpy, [P] int64; without packing P =
         B."""
-        return self._ragged.rows
+        return self._made.rows[self._pieces]
 
     @property
     def piece_lengths(self) -> np.ndarray:
         """Tokens of each piece, numpy, [P]; without `Packed.begin_token`."""
-        return self._ragged.piece_lengths
+        return self._made.piece_lengths[self._pieces]
 
     @property
     def starts(self) -> np.ndarray:
         """First token of each piece in its row, numpy, [P]: 0 unless the row was cut."""
-        starts = self._ragged.starts
-        return np.zeros(len(self.rows), np.int64) if starts is None else starts
+        starts = self._made.starts
+        return np.zeros(len(self.rows), np.int64) if starts is None else starts[self._pieces]
 
     @property
     def sequence_offsets(self) -> np.ndarray:
         """Where each sequence begins among the pieces, numpy, [B + 1]."""
-        return self._ragged.sequence_offsets
+        offsets, first = self._made.sequence_offsets, self._pieces.start
+        if offsets is None:
+            return np.arange(len(self.lengths) + 1)
+        begin, end = self._made.batch_offsets[self._number : self._number + 2]
+        found: np.ndarray = offsets[begin : end + 1] - first
+        return found
 
     @property
     def cu_seqlens(self) -> "torch.Tensor":
@@ -239,183 +264,183 @@ class Batch(Mapping[str, Any]):
             ConfigError: The batch is not packed.
         """
         self._check_packed("cu_seqlens")
-        if SEGMENTS not in self._tensors:
-            self._tensors[SEGMENTS] = self._build(SEGMENTS, self._ragged, self._tensors)
-        segments: torch.Tensor = self._tensors[SEGMENTS]
+        segments: torch.Tensor = self._inputs[SEGMENTS]
         return segments
 
     @property
     def max_seqlen(self) -> int:
         """Packed batches: tokens of the longest segment."""
         self._check_packed("max_seqlen")
-        return int(np.diff(self._ragged.segments).max())
+        segments, offsets = self._made.segments, self._made.segment_offsets
+        assert segments is not None
+        assert offsets is not None
+        return int(np.diff(segments[between(offsets, self._number)]).max())
 
     def _check_packed(self, name: str) -> None:
-        if not self._ragged.is_packed:
+        if not self._is_packed:
             raise ConfigError(
                 f"`{name}`: only packed batches have this attribute; here every row is a single "
                 "document. Use `attention_mask`, or make the loader with `batching=Packed(...)`."
             )
 
+    # The rest runs on any device.
 
-def build_on_host(ragged: RaggedBatch, form: BatchForm) -> Batch:
-    """Build a batch of CPU tensors. Masks, labels and positions are built on first use."""
-    few = len(ragged.sequence_lengths) <= _FEW_ROWS
-    mask = None if ragged.is_full or few else _mask(ragged)
-    arrays = {
-        name: _padded(ragged, name, fill, mask)
-        for name, fill in paddings(ragged, form.pad_id).items()
-    }
-    if ragged.is_filler and TARGETS in arrays:
-        arrays[TARGETS] = _no_targets_like(arrays[TARGETS])
-    if mask is not None and not ragged.is_packed:
-        arrays[ATTENTION_MASK] = mask
-    batch = Batch(ragged, _as_tensors(arrays), _tensor, form.ignore_index)
-    ragged.drop_tokens()
-    return batch
+    def _mask(self) -> "torch.Tensor":
+        """Return true on tokens: [B, T] bool."""
+        import torch
+
+        lengths, length = self._inputs[LENGTHS], self._shape[1]
+        if lengths.device.type == "cpu":  # up to 8 times as fast
+            return torch.from_numpy(host_mask(self.lengths, length))
+        mask: torch.Tensor = torch.arange(length, device=lengths.device) < lengths[:, None]
+        return mask
+
+    def _labels(self) -> "torch.Tensor":
+        """Return the labels of rows, or the ids without those that no loss counts."""
+        import torch
+
+        if ROW_TARGETS in self._inputs:
+            labels = widened(self._inputs[ROW_TARGETS])
+            none = no_target(is_float=labels.is_floating_point())
+            added = len(self.lengths) - len(labels)  # rows of padding
+            labels = torch.nn.functional.pad(labels, (0, added), value=none)
+            return torch.full_like(labels, none) if self.is_filler else labels
+        ids = self._tensors[INPUT_IDS]
+        if self.is_filler:
+            return torch.full_like(ids, IGNORED)
+        if IS_IGNORED in self._inputs:
+            return torch.where(self._inputs[IS_IGNORED], IGNORED, ids)
+        if self._made.is_full(self._number):
+            labels = ids.clone()
+        else:
+            mask = self._mask() if self._is_packed else self[ATTENTION_MASK]
+            labels = torch.where(mask, ids, IGNORED)
+        if self._is_packed:
+            labels.view(-1).index_fill_(0, self._inputs[SEGMENTS][:-1].long(), IGNORED)
+        else:
+            labels[:, 0] = IGNORED
+        return labels
+
+    def _position_ids(self) -> "torch.Tensor":
+        """Return a running total of 1, which goes back to 0 where a segment begins."""
+        import torch
+
+        segments = self._inputs[SEGMENTS]
+        steps = torch.ones(self.num_slots, dtype=torch.int64, device=segments.device)
+        steps[0] = 0
+        sizes = segments.diff()[:-1].long()
+        steps.index_add_(0, segments[1:-1], sizes, alpha=-1)
+        return steps.cumsum_(0).view(self._shape)
+
+    def _seq_idx(self) -> "torch.Tensor":
+        """Return a running total of 0, which goes up by 1 where a segment begins."""
+        import torch
+
+        segments = self._inputs[SEGMENTS]
+        steps = torch.zeros(self.num_slots, dtype=torch.int32, device=segments.device)
+        steps.index_fill_(0, segments[1:-1].long(), 1)
+        return steps.cumsum_(0).view(self._shape)
 
 
-def paddings(ragged: RaggedBatch, pad_id: int) -> dict[str, float]:
-    """Return the padding value of each column with one value per token."""
-    special: dict[str, float] = {INPUT_IDS: pad_id}
-    if TARGETS in ragged.token_columns:
-        is_float = ragged.of_tokens(TARGETS).dtype.kind == "f"
-        special[TARGETS] = no_target(is_float=is_float)
-    return {name: special.get(name, 0) for name in ragged.token_columns}
+_MAKERS: dict[str, Callable[[Batch], Any]] = {
+    ATTENTION_MASK: Batch._mask,
+    POSITION_IDS: Batch._position_ids,
+    SEQ_IDX: Batch._seq_idx,
+    TARGETS: Batch._labels,
+}
+"""What makes each key that is no column."""
 
 
-def _no_targets_like(labels: np.ndarray) -> np.ndarray:
-    """Return the labels of a filler: the same shape, and no loss counts them."""
-    return np.full_like(labels, no_target(is_float=labels.dtype.kind == "f"))
+def make_batch(
+    made: RankSlice,
+    kept: RankSlice,
+    number: int,
+    form: BatchForm,
+    device: "torch.device | None" = None,
+) -> Batch:
+    """Copy, widen and pad micro-batch `number` of a slice.
+
+    Args:
+        made: The slice, maybe in a buffer that is written again later.
+        kept: `made` without columns, for the batch.
+        number: Number of the micro-batch.
+        form: How values are represented.
+        device: Device to copy to on the current stream; None for the CPU.
+    """
+    import torch
+
+    columns, shape = made.columns_of(number), made.shape(number)
+    fills = {name: _in_padding(name, values, form) for name, values in columns.items()}
+    with _trainable():
+        inputs = {name: _copied(of, device) for name, of in made.inputs_of(number).items()}
+        if device is None:
+            lengths = made.sequence_lengths[between(made.batch_offsets, number)]
+            filled = mask_to_fill(lengths, shape[1], is_full=made.is_full(number))
+            padded = pad_on_host(columns, fills, lengths, shape[1], filled)
+            tensors: Tensors = {name: torch.from_numpy(array) for name, array in padded.items()}
+            mask = None if filled is None else torch.from_numpy(filled)
+        else:
+            mask = None
+            if not made.is_full(number):
+                mask = torch.arange(shape[1], device=device) < inputs[LENGTHS][:, None]
+            copies = {name: _copied(values, device) for name, values in columns.items()}
+            tensors = pad_on_device(copies, fills, inputs[LENGTHS], shape, mask)
+        if mask is not None and SEGMENTS not in inputs:
+            tensors[ATTENTION_MASK] = mask
+        if IS_IGNORED in tensors:
+            inputs[IS_IGNORED] = tensors.pop(IS_IGNORED)
+        if made.is_filler[number] and TARGETS in tensors:
+            tensors[TARGETS].fill_(fills[TARGETS])
+        return Batch(kept, number, tensors, inputs, form)
+
+
+def make_batches(made: RankSlice, form: BatchForm) -> Iterator[tuple[Batch, Round]]:
+    """Yield all micro-batches of a slice on the CPU, and their rounds."""
+    kept = made.without_columns()
+    for number in range(made.num_batches):
+        yield make_batch(made, kept, number, form), made.round(number)
+
+
+def _copied(array: np.ndarray, device: "torch.device | None") -> "torch.Tensor":
+    """Return a copy of an array of a slice, on a device or the CPU."""
+    import torch
+
+    if device is None:
+        return torch.from_numpy(array.copy())
+    return torch.from_numpy(array).to(device, non_blocking=True)
+
+
+def _in_padding(column: str, values: np.ndarray, form: BatchForm) -> float:
+    """Return the value of a column in padding."""
+    if column == TARGETS:
+        return no_target(is_float=values.dtype.kind == "f")
+    return {INPUT_IDS: form.pad_id, IS_IGNORED: True}.get(column, 0)
+
+
+def _trainable() -> Any:
+    """Return a context whose tensors may be used in training, also in inference mode."""
+    import torch
+
+    # to enter the context takes longer than to make most batches
+    if not torch.is_inference_mode_enabled():
+        return contextlib.nullcontext()
+    return torch.inference_mode(False)
 
 
 def _targets(labels: Any, ignore_index: int, *, is_next: bool) -> Any:
     """Return the targets of labels. With `is_next`, a slot gets the label of the next slot, and the
     last slot of a row gets the first label, which is never a target. Scores keep their values."""
-    import torch
-
-    with torch.inference_mode(False):
+    with _trainable():
         moved = labels.roll(-1, 1) if is_next else labels.clone()
         if moved.is_floating_point():
             return moved
         return moved.masked_fill_(moved == IGNORED, ignore_index)
 
 
-def _tensor(name: str, ragged: RaggedBatch, tensors: Tensors) -> Any:
-    return _as_tensors({name: _ARRAYS[name](ragged, tensors)})[name]
-
-
-def _as_tensors(arrays: Tensors) -> Tensors:
-    import torch
-
-    if not torch.is_inference_mode_enabled():  # to leave the mode takes longer than all the rest
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
-    with torch.inference_mode(False):  # the tensors are kept and may be used in training later
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
-
-
 @cache
 def _names(columns: tuple[str, ...], is_packed: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the keys of a batch, and its kept columns."""
+    columns = tuple(name for name in columns if name != IS_IGNORED)
     inputs = (name for name in columns if role_of(name) == "input")
     where = _OF_PACKED if is_packed else (ATTENTION_MASK,)
     return (INPUT_IDS, *where, *inputs, TARGETS), tuple(filter(is_kept, columns))
-
-
-def _padded(ragged: RaggedBatch, name: str, fill: float, mask_BT: np.ndarray | None) -> np.ndarray:
-    """Return a column with one value per token, widened and padded: [B, T]."""
-    values = ragged.of_tokens(name)
-    dtype = _wide(values)
-    if ragged.is_full:
-        return values.astype(dtype).reshape(ragged.shape)
-    if mask_BT is None:
-        return _copied_rows(ragged, values, fill, dtype)
-    padded = np.full(ragged.shape, fill, dtype)
-    padded[mask_BT] = values
-    return padded
-
-
-def _wide(values: np.ndarray) -> np.dtype[Any]:
-    """Return the dtype of values in a batch: int64 for integers, unchanged for floats."""
-    return np.dtype(np.int64) if values.dtype.kind in "iu" else values.dtype
-
-
-def _copied_rows(
-    ragged: RaggedBatch, values: np.ndarray, fill: float, dtype: np.dtype[Any]
-) -> np.ndarray:
-    """Pad a few long rows with one copy each."""
-    padded = np.empty(ragged.shape, dtype)
-    start = 0
-    for row, length in zip(padded, ragged.sequence_lengths.tolist(), strict=True):
-        row[:length] = values[start : start + length]
-        row[length:] = fill
-        start += length
-    return padded
-
-
-def _mask(ragged: RaggedBatch) -> np.ndarray:
-    """True on tokens: [B, T] bool."""
-    length = ragged.padded_length
-    if length <= _TABLE_LENGTH:
-        return _prefixes(length).take(ragged.sequence_lengths, axis=0)
-    return np.arange(length, dtype=np.int32) < ragged.sequence_lengths[:, None]
-
-
-@lru_cache(maxsize=_TABLE_LENGTH)
-def _prefixes(length: int) -> np.ndarray:
-    """Return a table whose row k is true on the first k of `length` columns."""
-    return np.tri(length + 1, length, -1, dtype=np.bool_)
-
-
-def _attention_mask(ragged: RaggedBatch, arrays: Tensors) -> np.ndarray:
-    if ragged.is_full:
-        return np.ones(ragged.shape, np.bool_)
-    return _mask(ragged)
-
-
-def _position_ids(ragged: RaggedBatch, arrays: Tensors) -> np.ndarray:
-    segments = ragged.segments
-    steps = np.ones(segments[-1], np.int64)  # from one slot's position to the next one's
-    steps[0] = 0
-    steps[segments[1:-1]] -= np.diff(segments)[:-1]
-    return np.cumsum(steps, out=steps).reshape(ragged.shape)
-
-
-def _seq_idx(ragged: RaggedBatch, arrays: Tensors) -> np.ndarray:
-    lengths = np.diff(ragged.segments)
-    documents = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-    return documents.reshape(ragged.shape)
-
-
-def _labels(ragged: RaggedBatch, arrays: Tensors) -> np.ndarray:
-    if (targets := ragged.row_targets) is not None:
-        none = no_target(is_float=targets.dtype.kind == "f")
-        labels = np.full(len(ragged.sequence_lengths), none, _wide(targets))
-        labels[: len(targets)] = targets  # the rest is rows of padding
-        return _no_targets_like(labels) if ragged.is_filler else labels
-    labels_BT = np.asarray(arrays[INPUT_IDS]).astype(np.int64)
-    if ragged.is_filler:
-        return _no_targets_like(labels_BT)
-    if not ragged.is_full:
-        np.copyto(labels_BT, IGNORED, where=~_mask(ragged))
-    if (ignored := ragged.ignored) is not None:
-        labels_BT.reshape(-1)[ignored] = IGNORED
-    elif ragged.is_packed:
-        labels_BT.reshape(-1)[ragged.segments[:-1]] = IGNORED
-    else:
-        labels_BT[:, 0] = IGNORED
-    return labels_BT
-
-
-def _segments(ragged: RaggedBatch, arrays: Tensors) -> np.ndarray:
-    return ragged.segments.copy()
-
-
-_ARRAYS: dict[str, Callable[[RaggedBatch, Tensors], np.ndarray]] = {
-    ATTENTION_MASK: _attention_mask,
-    POSITION_IDS: _position_ids,
-    SEGMENTS: _segments,
-    SEQ_IDX: _seq_idx,
-    TARGETS: _labels,
-}
-"""Builders of arrays on first use. Columns with one value per token are built at once."""

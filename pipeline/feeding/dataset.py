@@ -14,24 +14,21 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.feeding.batch import Batch, BatchForm, build_on_host
+from tokenfeed.pipeline.feeding.batch import Batch, BatchForm, make_batches
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.store import StorePath
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.planning.policies import Batching
 from tokenfeed.pipeline.planning.stages import Stage
-from tokenfeed.pipeline.windows.rank_slice import Header, RankSlice
+from tokenfeed.pipeline.windows.rank_slice import RankSlice
 
 
 class WindowSlice:
     """One rank's slice of a window, in a single tensor. Iterating over it builds its CPU
     batches."""
 
-    def __init__(
-        self, header: Header, data: torch.Tensor, form: BatchForm, *, is_pinned: bool = False
-    ) -> None:
-        self._header = header
+    def __init__(self, data: torch.Tensor, form: BatchForm, *, is_pinned: bool = False) -> None:
         self._data = data
         self._form = form
         self._is_pinned = is_pinned
@@ -44,11 +41,12 @@ class WindowSlice:
             data = torch.empty(size, dtype=torch.uint8, device="cpu")
         else:  # an ordinary tensor would be copied into shared memory once more
             data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(_shared_memory(size))
-        return cls(rank_slice.write(data.numpy().data), data, form)
+        rank_slice.write(data.numpy().data)
+        return cls(data, form)
 
     def __iter__(self) -> Iterator[Batch]:
-        rank_slice = RankSlice.read(self._header, self._data.numpy().data)
-        batches = (build_on_host(ragged, self._form) for ragged in rank_slice.batches())
+        rank_slice = RankSlice.read(self._data.numpy().data)
+        batches = (batch for batch, _ in make_batches(rank_slice, self._form))
         return (batch.pin_memory() for batch in batches) if self._is_pinned else batches
 
     def pin_memory(self) -> "WindowSlice":
@@ -57,7 +55,7 @@ class WindowSlice:
         A DataLoader with `pin_memory=True` calls it. Each batch is page-locked when it is built,
         because the slice itself is never copied to the device.
         """
-        return WindowSlice(self._header, self._data, self._form, is_pinned=True)
+        return WindowSlice(self._data, self._form, is_pinned=True)
 
 
 def _shared_memory(size: int) -> torch.UntypedStorage:

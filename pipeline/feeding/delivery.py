@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 from tokenfeed.pipeline.errors import LoaderError
-from tokenfeed.pipeline.feeding.batch import Batch, BatchForm, build_on_host
+from tokenfeed.pipeline.feeding.batch import Batch, BatchForm, make_batches
 from tokenfeed.pipeline.feeding.stats import Counters
 from tokenfeed.pipeline.feeding.window_source import (
     InlineSource,
@@ -25,10 +25,10 @@ from tokenfeed.pipeline.feeding.window_source import (
     WorkerPool,
     end_with_interpreter,
 )
+from tokenfeed.pipeline.planning.batching import Round
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.planning.state import Delivered
 from tokenfeed.pipeline.windows.maker import WindowMaker
-from tokenfeed.pipeline.windows.rank_slice import RaggedBatch
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Feed:
-    """Endless iterator of (batch, ragged micro-batch it was built from)."""
+    """Endless iterator of batches and their rounds."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Feed:
         self.in_step = True
         """Whether the loader has counted the last batch. `Delivery.next` sets it to True."""
 
-    def __next__(self) -> tuple[Batch, RaggedBatch]:
+    def __next__(self) -> tuple[Batch, Round]:
         self.in_step = False
         return next(self._batches)
 
@@ -110,7 +110,7 @@ def _end(batches: "Batches", pool: WorkerPool | None) -> None:
 
 
 def _on_host(source: WindowSource, form: BatchForm, prefetch: int) -> "Batches":
-    ahead: deque[tuple[Batch, RaggedBatch]] = deque()
+    ahead: deque[tuple[Batch, Round]] = deque()
     while True:
         if ahead and not source.is_ready():  # a finished batch never waits for a worker
             yield ahead.popleft()
@@ -120,9 +120,9 @@ def _on_host(source: WindowSource, form: BatchForm, prefetch: int) -> "Batches":
         except Exception:
             yield from ahead
             raise
-        for ragged in lease.rank_slice.batches():
-            ahead.append((build_on_host(ragged, form), ragged))
-            if ragged.is_last:
+        for batch, done in make_batches(lease.rank_slice, form):
+            ahead.append((batch, done))
+            if done.ends_window:
                 lease.release()  # before the training step: a worker can use the time
             if len(ahead) > prefetch:
                 yield ahead.popleft()
@@ -186,10 +186,10 @@ class Delivery:
             if taken is None:  # another thread or a handler closed it: a feed never ends
                 end_with_interpreter()
                 raise _interrupted()
-            batch, ragged = taken
-            delivered = before.after(ragged.round)
+            batch, done = taken
+            delivered = before.after(done)
             ends_pass = _ends_pass(delivered.position, epochs)
-            self.counters.add_batch(batch, time.perf_counter() - started, ragged.round.left_out)
+            self.counters.add_batch(batch, time.perf_counter() - started, done.left_out)
             if self._feed is not feed or self.delivered is not before:
                 raise _interrupted()
             self.delivered = delivered  # no calls from here on: signal handlers run after calls

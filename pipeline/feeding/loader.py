@@ -4,7 +4,7 @@
     A worker processes read, plan and gather: once per window
     B anonymous shared memory holds the slice; it is page-locked once for a CUDA device and reused
     C ragged tokens, 2 bytes each, are copied on a copy stream, ahead of use
-    D the same stream widens, pads and labels them; on the CPU numpy does
+    D the same stream widens, pads and labels them; on the CPU numpy pads
 
 In the steady state the host waits for no kernel. It waits only for copies that were queued long
 before. Page-locking can make the driver wait for an idle device, so it happens in the first
@@ -348,9 +348,11 @@ class ShardLoader:
         while left:
             if delivered.position.epoch > epoch:
                 raise ConfigError(f"`step`={step}: epoch {epoch} has {step - left:,} steps.")
-            for ragged in make(delivered.position).batches():
-                delivered = delivered.after(ragged.round)
-                left -= ragged.ends_step
+            made = make(delivered.position)
+            for number in range(made.num_batches):
+                done = made.round(number)
+                delivered = delivered.after(done)
+                left -= done.steps > 0
                 if not left:
                     break
         self._delivery.go_on_from(delivered)

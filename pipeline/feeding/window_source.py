@@ -155,7 +155,7 @@ class WorkerPool:
             ready = sum(1 for _ in itertools.takewhile(Pending.is_answered, self._pending))
             self._pending.popleft()
             memory = head.worker.buffer_memory(head.buffer, made.size, self._register)
-            rank_slice = RankSlice.read(made.header, memoryview(memory))
+            rank_slice = RankSlice.read(memoryview(memory))
             return Lease(rank_slice, made.seconds, ready, lambda: self._release(head), made.fetched)
 
     def is_ready(self) -> bool:

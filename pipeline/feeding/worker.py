@@ -19,7 +19,6 @@ from tokenfeed.pipeline.errors import LoaderError
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.remote.client import own_process
 from tokenfeed.pipeline.windows.maker import WindowMaker
-from tokenfeed.pipeline.windows.rank_slice import Header
 
 if TYPE_CHECKING:
     from tokenfeed.pipeline.caching.node import Fetched
@@ -36,7 +35,6 @@ _USE_LESS = "Use fewer workers (`num_workers`), or raise the limits that `ulimit
 class Reply(NamedTuple):
     """The window was made."""
 
-    header: Header
     size: int
     """Bytes of the buffer."""
     seconds: float
@@ -94,14 +92,14 @@ class Worker:
         started, waited_s, memory = time.perf_counter(), _waited_for_core_s(), self._buffers[buffer]
         try:
             rank_slice = self._maker.make(position)
-            header = rank_slice.write(memory.at_least(rank_slice.num_bytes))
+            rank_slice.write(memory.at_least(rank_slice.num_bytes))
         except MemoryError:
             raise LoaderError(f"a loader worker ran out of memory. {_USE_LESS}") from None
         waited_s = _waited_for_core_s() - waited_s
         seconds = max(0.0, time.perf_counter() - started - waited_s)
         before, self._fetched = self._fetched, self._maker.reader.fetched
         fetched = self._fetched.since(before) if self._fetched and before else None
-        return Reply(header, memory.size, seconds, fetched)
+        return Reply(memory.size, seconds, fetched)
 
 
 _worker: Worker | None = None

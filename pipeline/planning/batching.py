@@ -40,7 +40,7 @@ import numpy as np
 
 from tokenfeed.pipeline.arithmetic import ceil_div, offsets_of
 from tokenfeed.pipeline.errors import ResumeError
-from tokenfeed.pipeline.planning.permutation import blocks, derive_key, mix64
+from tokenfeed.pipeline.planning.permutation import blocks, mix64
 from tokenfeed.pipeline.planning.policies import (
     Batching,
     Fixed,
@@ -74,6 +74,25 @@ class WindowPlan:
             return self.batch_offsets
         starts: np.ndarray = self.sequence_offsets[self.batch_offsets]
         return starts
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Row of each piece in the window, shape (P,), int64."""
+        return self.pieces if self.cut.cut_from is None else self.cut.cut_from[self.pieces]
+
+    @property
+    def starts(self) -> np.ndarray | None:
+        """First token of each piece in its row, shape (P,), int64; None: no row was cut."""
+        cut, rows = self.cut, self.rows
+        if cut.cut_from is None:
+            return None
+        starts: np.ndarray = cut.offsets[self.pieces] - cut.offsets[cut.beginnings][rows]
+        return starts
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each piece, shape (P,), int32."""
+        return self.cut.lengths.astype(np.int32).take(self.pieces)
 
 
 class Earlier(NamedTuple):
@@ -379,91 +398,64 @@ _ROW, _START, _LENGTH = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Spans:
-    """Row and token range of each piece of a window, in delivery order; shape (P,) each."""
-
-    numbers: np.ndarray
-    """Number of the row over all sources, int64."""
-    starts: np.ndarray | None
-    """First token of the piece in its row, int64; None: no row was cut."""
-    lengths: np.ndarray
-    """Tokens, int32."""
-
-    @classmethod
-    def from_plan(cls, plan: WindowPlan, numbers: np.ndarray, lengths: np.ndarray) -> "Spans":
-        """Return the spans of a planned window.
-
-        Args:
-            plan: The window's plan.
-            numbers: Number of each row over all sources, shape (R,), int64.
-            lengths: Tokens of each row, shape (R,), int64.
-        """
-        cut, pieces = plan.cut, plan.pieces
-        of_pieces = cut.lengths.astype(np.int32).take(pieces)
-        if cut.cut_from is None:
-            return cls(numbers.take(pieces), None, of_pieces)
-        source = cut.cut_from[pieces]
-        starts = cut.offsets[pieces] - offsets_of(lengths)[source]
-        return cls(numbers[source], starts, of_pieces)
-
-
-def digests(spans: Spans, plan: WindowPlan, rounds: Rounds, epoch: int, window: int) -> np.ndarray:
+def digests(
+    plan: WindowPlan, rounds: Rounds, numbers: np.ndarray, lengths: np.ndarray, key: int
+) -> np.ndarray:
     """Return the digest of each round, over the micro-batches of all ranks, shape (rounds,),
     uint64.
 
     Args:
-        spans: The spans of the window.
         plan: The window's plan.
         rounds: The rounds of any rank.
-        epoch: Number of the epoch.
-        window: Number of the window in the epoch.
+        numbers: Row of each piece, counted over all sources, shape (P,), int64.
+        lengths: Tokens of each piece, shape (P,), int32.
+        key: `derive_key` of the epoch and the window.
     """
     first = int(rounds.starts[0])
     offsets = plan.batch_piece_offsets[first:]
-    hashes = np.empty(len(spans.numbers), np.uint64)
+    starts = plan.starts
+    hashes = np.empty(len(numbers), np.uint64)
     for block in blocks(len(hashes)):
-        hashes[block] = _hashes(spans, block)
+        of_block = numbers[block].view(np.uint64) * _ROW
+        if starts is not None:
+            of_block += starts[block].view(np.uint64) * _START
+        of_block += lengths[block].astype(np.uint64) * _LENGTH
+        of_block ^= of_block >> np.uint64(29)
+        of_block *= _START
+        of_block ^= of_block >> np.uint64(32)
+        hashes[block] = of_block
     of_batch = np.add.reduceat(hashes, offsets[:-1])
-    place = np.arange(first, first + len(of_batch)).astype(np.uint64)
-    place += np.uint64(derive_key(epoch, window))
+    place = np.arange(first, first + len(of_batch)).astype(np.uint64) + np.uint64(key)
     terms = mix64(of_batch ^ mix64(place))
     return np.add.reduceat(terms, rounds.starts - first)
 
 
-def _hashes(spans: Spans, block: slice) -> np.ndarray:
-    """Return a hash of each span of a block."""
-    hashes = spans.numbers[block].view(np.uint64) * _ROW
-    if spans.starts is not None:
-        hashes += spans.starts[block].view(np.uint64) * _START
-    hashes += spans.lengths[block].astype(np.uint64) * _LENGTH
-    hashes ^= hashes >> np.uint64(29)
-    hashes *= _START
-    hashes ^= hashes >> np.uint64(32)
-    return hashes
-
-
 def tokens_by_source(
-    spans: Spans, plan: WindowPlan, rounds: Rounds, row_ends: np.ndarray
+    plan: WindowPlan,
+    rounds: Rounds,
+    numbers: np.ndarray,
+    lengths: np.ndarray,
+    row_ends: np.ndarray,
 ) -> np.ndarray:
     """Return the tokens of each source in each round, over the micro-batches of all ranks.
 
     Args:
-        spans: The spans of the window.
         plan: The window's plan.
         rounds: The rounds of any rank.
+        numbers: Row of each piece, counted over all sources, shape (P,), int64.
+        lengths: Tokens of each piece, shape (P,), int32.
         row_ends: Running total of the rows of the sources, shape (sources,).
 
     Returns:
         Shape (rounds, sources), int64.
     """
-    first = plan.batch_piece_offsets[rounds.starts]  # piece; the last round has the rest
-    if len(row_ends) == 1:
-        return np.add.reduceat(spans.lengths, first, dtype=np.int64)[:, None]
-    numbers, lengths = spans.numbers[first[0] :], spans.lengths[first[0] :]
+    first = plan.batch_piece_offsets[rounds.starts]
+    if len(row_ends) == 1:  # the last round has the rest
+        return np.add.reduceat(lengths, first, dtype=np.int64)[:, None]
     shape = len(first), len(row_ends)
-    sizes = np.diff(first, append=len(spans.numbers))
+    sizes = np.diff(first, append=len(numbers))
     cells = np.repeat(np.arange(shape[0]) * shape[1], sizes)
-    cells += np.searchsorted(row_ends, numbers, side="right")
-    tokens = np.bincount(cells, lengths, shape[0] * shape[1])  # floats, exact up to 2**53
+    cells += np.searchsorted(row_ends, numbers[first[0] :], side="right")
+    # floats, exact up to 2**53
+    tokens = np.bincount(cells, lengths[first[0] :], shape[0] * shape[1])
     return tokens.astype(np.int64).reshape(shape)

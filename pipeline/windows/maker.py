@@ -5,17 +5,24 @@ deal them to the ranks, copy those of this rank. Worker processes get a `WindowM
 and make the same slices as the parent would. Torch-free.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
-from tokenfeed.pipeline.arithmetic import Ragged, join, offsets_of, take
+from tokenfeed.pipeline.arithmetic import Ragged, join, offsets_of, round_up, take
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.kinds import TargetRule
-from tokenfeed.pipeline.format.schema import INPUT_IDS, KINDS, Role, no_target, role_of
+from tokenfeed.pipeline.format.schema import (
+    INPUT_IDS,
+    KINDS,
+    Role,
+    is_target,
+    no_target,
+    role_of,
+)
 from tokenfeed.pipeline.planning.batching import (
     Rounds,
-    Spans,
     WindowPlan,
     deal_rounds,
     digests,
@@ -25,10 +32,11 @@ from tokenfeed.pipeline.planning.batching import (
     tokens_by_source,
     with_fillers,
 )
+from tokenfeed.pipeline.planning.permutation import derive_key
 from tokenfeed.pipeline.planning.plan import Ahead, Plan, Position
-from tokenfeed.pipeline.planning.policies import regroup
-from tokenfeed.pipeline.windows.layout import PieceIndex, lay_out
-from tokenfeed.pipeline.windows.rank_slice import TARGETS, Index, RankSlice, RoundIndex
+from tokenfeed.pipeline.planning.policies import Batching, Pieces, regroup
+from tokenfeed.pipeline.windows.layout import segments_of, sequence_sizes, with_empty
+from tokenfeed.pipeline.windows.rank_slice import IS_IGNORED, TARGETS, RankSlice
 from tokenfeed.pipeline.windows.reader import Window, WindowReader
 from tokenfeed.pipeline.windows.row_map import RowMap
 
@@ -69,15 +77,7 @@ class WindowMaker:
             rows=self._rows_in_order(window) if plan.order.keeps_rows else None,
             earlier=plan.earlier_in(epoch, nth),
         )
-        left_out = np.zeros(2, np.int64)
-        if batching.last == "drop":
-            left_out = _left_out(planned, window)
-            if not planned.step_offsets[-1]:
-                raise ConfigError(
-                    f"`last`='drop' leaves out all {len(window.rows.lengths):,} rows of window "
-                    f"{nth}, because they are fewer than one step takes. Use `last`='short', "
-                    "smaller batches or fewer `micro_batches_per_step`."
-                )
+        left_out = _left_out(planned, window, nth) if batching.last == "drop" else (0, 0)
         rounds = deal_rounds(
             planned.step_offsets,
             plan.micro_batches_per_step,
@@ -87,9 +87,10 @@ class WindowMaker:
         )
         if not len(rounds.starts):
             raise ResumeError(f"cannot resume: window {nth} has no micro-batch {first}.")
-        spans = Spans.from_plan(planned, window.numbers, window.rows.lengths)
-        digest = digests(spans, planned, rounds, epoch, number)
-        tokens = tokens_by_source(spans, planned, rounds, np.array(plan.row_ends))
+        numbers = window.numbers.take(planned.rows)
+        lengths = planned.lengths
+        digest = digests(planned, rounds, numbers, lengths, derive_key(epoch, number))
+        tokens = tokens_by_source(planned, rounds, numbers, lengths, np.array(plan.row_ends))
         if plan.num_streams > 1:
             at = missing_rounds(
                 planned.step_offsets,
@@ -100,67 +101,126 @@ class WindowMaker:
             )
             rounds = with_fillers(rounds, at)
             digest, tokens = np.insert(digest, at, 0), np.insert(tokens, at, 0, axis=0)
-        batches, sequences, chosen = _pick(planned, rounds)
-        pieces, cut = planned.pieces[chosen], planned.cut
-        rows = pieces if cut.cut_from is None else cut.cut_from[pieces]
+        mine = _pick(planned, rounds)
         if self.row_map is not None:
-            name_of = self.reader.name_of_row
-            window = self.row_map.apply(window, np.unique(rows), epoch, nth, name_of)
-        per_token = {
-            TARGETS if role_of(name) == "target" else name: take(values, cut.offsets, pieces)
-            for name, values in window.rows.per_token.items()
-            if name != KINDS
+            rows, name_of = np.unique(mine.rows), self.reader.name_of_row
+            window = self.row_map.apply(window, rows, epoch, nth, name_of)
+        of_rounds = {
+            "is_filler": rounds.filler,
+            "positions": rounds.ends,
+            "steps": rounds.steps,
+            "digests": digest,
+            "source_tokens": tokens,
+            "left_out": np.array(left_out),
         }
-        learned = None
-        rule = self.targets_by
-        stage = plan.stage_of(number)
-        if stage and stage.targets is not None and KINDS in window.rows.per_token:
-            rule = TargetRule.from_setting(stage.targets, self.reader.columns)
-        if rule is not None:
-            mask = rule.mask(window.rows.per_token[KINDS], window.rows.lengths)
-            learned = take(mask, cut.offsets, pieces)
-        starts = None if spans.starts is None else spans.starts[chosen]
-        targets, context = _column_of(window, "target"), _column_of(window, "context")
-        if context is not None:  # negative if the prompt ended in an earlier piece of the row
-            context = context[rows].astype(np.int64) - (0 if starts is None else starts)
-        targets = None if targets is None else targets[rows]
-        numbers, lengths = spans.numbers[chosen], spans.lengths[chosen]
-        if plan.skip and (skipped := plan.is_skipped(numbers)).any():
-            ignored = np.repeat(skipped, lengths)
-            targets = None if targets is None else _without_targets(targets, skipped)
-            context = None if context is None else np.where(skipped, lengths, context)
-            learned = ~ignored if learned is None else learned & ~ignored
-            if TARGETS in per_token:
-                per_token[TARGETS] = _without_targets(per_token[TARGETS], ignored)
-        index = PieceIndex(numbers, lengths, batches, starts, sequences, targets)
-        index = index.filled(batching)
-        sizes = index
-        if (begin := batching.begin_token) is not None:
-            per_token = {
-                name: _put_before(values, index.lengths, _value_of_begin(name, values, begin))
-                for name, values in per_token.items()
-            }
-            learned = None if learned is None else _put_before(learned, index.lengths, 0)
-            context = None if context is None else np.maximum(context, 0) + 1
-            sizes = replace(index, lengths=index.lengths + 1)
-        layout = lay_out(
-            sizes,
-            batching.multiple_of,
-            packs=batching.packs,
-            token_targets=per_token.get(TARGETS),
-            context=context,
-            learned=learned,
+        return self._slice(window, mine, batching, self._rule_of(number), of_rounds)
+
+    def _slice(
+        self,
+        window: Window,
+        mine: WindowPlan,
+        batching: Batching,
+        rule: TargetRule | None,
+        of_rounds: dict[str, np.ndarray],
+    ) -> RankSlice:
+        """Copy and pad the micro-batches of this rank.
+
+        Args:
+            window: The decoded window, after the user's function.
+            mine: The micro-batches of this rank, in the order of its rounds.
+            batching: The policy of the window.
+            rule: Which tokens of conversations are targets; None: all.
+            of_rounds: The fields of the slice with what belongs to rounds.
+        """
+        rows, lengths, begin = mine.rows, mine.lengths, batching.begin_token
+        columns, row_targets = self._targets(window, mine.cut, rule, has_begin=begin is not None)
+        columns = {name: take(of, mine.cut.offsets, mine.pieces) for name, of in columns.items()}
+        held = lengths
+        if begin is not None:
+            held = lengths + 1
+            for name, values in columns.items():
+                columns[name] = _put_before(values, lengths, _value_of_begin(name, values, begin))
+        batches, sequences = mine.batch_offsets, mine.sequence_offsets
+        sizes = sequence_sizes(held, sequences)
+        padded = round_up(np.maximum.reduceat(sizes, batches[:-1]), batching.multiple_of)
+        if batching.last == "fill":
+            offsets = np.arange(len(sizes) + 1) if sequences is None else sequences
+            full = np.array([batching.rows_to_fill(length) for length in padded.tolist()])
+            batches, sequences = with_empty(batches, offsets, full)
+            sizes = sequence_sizes(held, sequences)
+        segments = segment_offsets = None
+        if batching.packs and sequences is not None:
+            segments, segment_offsets = segments_of(held, sequences, batches, padded)
+        pieces = batches if sequences is None else sequences[batches]
+        tokens = offsets_of(np.add.reduceat(sizes, batches[:-1], dtype=np.int64))
+        if row_targets is not None:
+            row_targets = row_targets[rows]
+            num_targets = _counts(is_target(row_targets), pieces)
+        elif TARGETS in columns:
+            num_targets = _counts(is_target(columns[TARGETS]), tokens)
+        elif IS_IGNORED in columns:
+            num_targets = _counts(~columns[IS_IGNORED], tokens)
+        else:
+            num_targets = np.diff(tokens) - np.diff(pieces)
+        return RankSlice(
+            columns=columns,
+            rows=window.numbers.take(rows),
+            piece_lengths=lengths,
+            starts=mine.starts,
+            row_targets=row_targets,
+            sequence_lengths=sizes.astype(np.int32, copy=False),
+            sequence_offsets=sequences,
+            batch_offsets=batches,
+            piece_offsets=pieces,
+            token_offsets=tokens,
+            padded_lengths=padded.astype(np.int64),
+            num_targets=num_targets,
+            segments=segments,
+            segment_offsets=segment_offsets,
+            **of_rounds,
         )
-        added = RoundIndex(
-            filler=rounds.filler,
-            position=rounds.ends,
-            steps=rounds.steps,
-            digests=digest,
-            tokens=tokens,
-            left_out=np.outer(np.arange(1 - len(rounds.ends), 1) == 0, left_out),
-        )
-        whole = Index(index, layout, added)
-        return RankSlice(per_token, whole, whole)
+
+    def _targets(
+        self, window: Window, cut: Pieces, rule: TargetRule | None, *, has_begin: bool
+    ) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
+        """Decide which rows and tokens of a window are targets. Nothing else does.
+
+        Returns:
+            The columns of a slice, not padded yet; and the target of each row, shape (R,), None if
+            rows have none.
+        """
+        columns, lengths = dict(window.rows.per_token), window.rows.lengths
+        kinds, prompts = columns.pop(KINDS, None), _column_of(window, "context")
+        skipped = np.zeros(len(lengths), np.bool_)
+        if self.plan.skip:
+            skipped = self.plan.is_skipped(window.numbers)
+        if (targets := _column_of(window, "target")) is not None:
+            return columns, _without_targets(targets, skipped)
+        if TARGETS in columns:
+            columns[TARGETS] = _without_targets(columns[TARGETS], np.repeat(skipped, lengths))
+            return columns, None
+        ignored = None
+        if prompts is not None:
+            prompts = np.minimum(prompts, lengths)
+            parts = np.stack([prompts, lengths - prompts], axis=1)
+            ignored = np.repeat(np.tile([True, False], len(lengths)), parts.ravel())
+        elif kinds is not None and rule is not None:
+            ignored = ~rule.mask(kinds, lengths)
+        if skipped.any():
+            of_skipped = np.repeat(skipped, lengths)
+            ignored = of_skipped if ignored is None else ignored | of_skipped
+        if ignored is not None:
+            if not has_begin:
+                ignored[cut.offsets[:-1]] = True  # the first token of a piece has no context
+            columns[IS_IGNORED] = ignored
+        return columns, None
+
+    def _rule_of(self, number: int) -> TargetRule | None:
+        """Return which tokens of conversations are targets in a window; None: all."""
+        stage = self.plan.stage_of(number)
+        if stage and stage.targets is not None:
+            return TargetRule.from_setting(stage.targets, self.reader.columns)
+        return self.targets_by
 
     def _rows_in_order(self, window: Window) -> np.ndarray:
         """Return the rows of a window in the order of their data sets, for `order`="file"."""
@@ -168,12 +228,23 @@ class WindowMaker:
         return file_order(window.rows.lengths, sources)
 
 
-def _left_out(planned: WindowPlan, window: Window) -> np.ndarray:
-    """Return how many rows of a window have no token in its plan, and how many tokens it lacks."""
-    rows = np.zeros(len(window.rows.lengths), np.bool_)
-    rows[planned.cut.rows[planned.pieces]] = True
-    tokens = window.rows.lengths.sum() - planned.cut.lengths[planned.pieces].sum()
-    return np.array([len(rows) - rows.sum(), tokens])
+def _left_out(planned: WindowPlan, window: Window, nth: int) -> tuple[int, int]:
+    """Return how many rows of a window have no token in its plan, and how many tokens it lacks.
+
+    Raises:
+        ConfigError: No row is left.
+    """
+    lengths = window.rows.lengths
+    if not planned.step_offsets[-1]:
+        raise ConfigError(
+            f"`last`='drop' leaves out all {len(lengths):,} rows of window {nth}, because they are "
+            "fewer than one step takes. Use `last`='short', smaller batches or fewer "
+            "`micro_batches_per_step`."
+        )
+    rows = np.zeros(len(lengths), np.bool_)
+    rows[planned.rows] = True
+    tokens = lengths.sum() - planned.lengths.sum(dtype=np.int64)
+    return int(len(rows) - rows.sum()), int(tokens)
 
 
 def _put_before(values: np.ndarray, lengths: np.ndarray, value: float) -> np.ndarray:
@@ -185,7 +256,7 @@ def _value_of_begin(column: str, values: np.ndarray, token: int) -> float:
     """Return the value that a begin token has in a column."""
     if column == TARGETS:
         return no_target(is_float=values.dtype.kind == "f")
-    return token if column == INPUT_IDS else 0
+    return {INPUT_IDS: token, IS_IGNORED: 1}.get(column, 0)
 
 
 def _column_of(window: Window, role: Role) -> np.ndarray | None:
@@ -199,24 +270,31 @@ def _column_of(window: Window, role: Role) -> np.ndarray | None:
 
 def _without_targets(targets: np.ndarray, where: np.ndarray) -> np.ndarray:
     """Return targets of which no loss counts some."""
+    if not where.any():
+        return targets
     value = no_target(is_float=targets.dtype.kind == "f")
     return np.where(where, value, targets).astype(targets.dtype)
 
 
-def _pick(
-    plan: WindowPlan, rounds: Rounds
-) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | slice]:
-    """Return offsets of this rank's micro-batches and sequences, and the numbers of their pieces.
+def _counts(where: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Return the number of true values in each range of a flat array."""
+    ranges = pairwise(offsets.tolist())
+    return np.array([np.count_nonzero(where[start:stop]) for start, stop in ranges])
+
+
+def _pick(plan: WindowPlan, rounds: Rounds) -> WindowPlan:
+    """Return the micro-batches of this rank, in the order of its rounds, each as a step.
 
     A filler has one sequence.
     """
     if rounds.takes_all:
-        return plan.batch_offsets, plan.sequence_offsets, slice(None)
+        return plan
     starts = plan.batch_offsets[:-1][rounds.mine]
     sizes = np.where(rounds.filler, 1, np.diff(plan.batch_offsets)[rounds.mine])
     batches = offsets_of(sizes)
-    sequences = np.arange(batches[-1]) + np.repeat(starts - batches[:-1], sizes)
+    chosen = np.arange(batches[-1]) + np.repeat(starts - batches[:-1], sizes)
+    steps = np.arange(len(batches))
     if plan.sequence_offsets is None:
-        return batches, None, sequences
-    pieces, offsets = regroup(np.arange(len(plan.pieces)), plan.sequence_offsets, sequences)
-    return batches, offsets, pieces
+        return WindowPlan(plan.cut, plan.pieces[chosen], None, batches, steps)
+    pieces, sequences = regroup(plan.pieces, plan.sequence_offsets, chosen)
+    return WindowPlan(plan.cut, pieces, sequences, batches, steps)

@@ -1,281 +1,187 @@
-"""A rank slice: one rank's micro-batches of a window, one after the other, as a few flat arrays.
+"""A rank slice: one rank's micro-batches of a window, as a few arrays in one buffer.
 
-A worker makes a slice and writes it into one flat buffer. The training process reads the slice from
-the buffer without a copy, and its micro-batches are views of it. So data crosses the process
-boundary once per window, not once per batch or row. Torch-free.
+A worker makes a slice and writes it into a buffer of shared memory. The training process reads the
+slice from the buffer without a copy, and its micro-batches are views of it. So data crosses the
+process boundary once per window, not once per batch or row.
 
-Sizes: N tokens, P pieces, S sequences, M micro-batches (one per round).
+Tokens have no padding here. A slot is a place in a batch's flattened [B, T]. Example: a packed
+batch of two sequences of 8 slots, with documents of 3 and 5 tokens, and of 2 and 4 tokens:
+
+    slots      0 1 2 3 4 5 6 7 | 8 9 10 11 12 13 14 15
+    tokens     a a a b b b b b | c c d  d  d  d  .  .
+    segments   0     3           8   10          14      and 16, the end
+
+Torch-free. Sizes: N tokens, P pieces, S sequences, M micro-batches (one per round).
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from math import prod
+from typing import Self
 
+import msgspec
 import numpy as np
 
 from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.planning.batching import Round
-from tokenfeed.pipeline.windows.layout import Layout, PieceIndex
-
-
-@dataclass(frozen=True, slots=True)
-class RoundIndex:
-    """The round of each micro-batch, over all ranks; shape (M,) each."""
-
-    filler: np.ndarray
-    """Whether it repeats another rank's sequence, bool."""
-    position: np.ndarray
-    """Number of the window's micro-batches delivered once its round is complete, int64."""
-    steps: np.ndarray
-    """Number of steps that end with its round, int64."""
-    digests: np.ndarray
-    """Digest of its round, uint64; see `digests` in `batching`."""
-    tokens: np.ndarray
-    """Tokens of each source in its round, shape (M, sources), int64."""
-    left_out: np.ndarray
-    """Rows and tokens of the window that `last`="drop" left out, with its last round; 0 before.
-    Shape (M, 2), int64."""
-
-
-@dataclass(frozen=True, slots=True)
-class Index:
-    """All arrays of a slice except the tokens."""
-
-    pieces: PieceIndex
-    layout: Layout
-    rounds: RoundIndex
-
-    def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield every array, with a name such as `pieces.lengths`."""
-        for part in fields(self):
-            record = getattr(self, part.name)
-            for field in fields(record):
-                if (array := getattr(record, field.name)) is not None:
-                    yield f"{part.name}.{field.name}", array
-
-    @classmethod
-    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> "Index":
-        """Build the index from the arrays that `arrays` yielded."""
-
-        def of_part(part: str, kind: type) -> dict[str, np.ndarray | None]:
-            return {field.name: arrays.get(f"{part}.{field.name}") for field in fields(kind)}
-
-        return cls(
-            PieceIndex(**of_part("pieces", PieceIndex)),  # type: ignore[arg-type]
-            Layout(**of_part("layout", Layout)),  # type: ignore[arg-type]
-            RoundIndex(**of_part("rounds", RoundIndex)),  # type: ignore[arg-type]
-        )
-
 
 TARGETS = "labels"
 """Name of the target column in a slice and in a batch, for every task."""
+IS_IGNORED = "ignored"
+"""Name of the column of tokens that no loss counts, bool. A slice has it if prompts, kinds of
+tokens or skipped rows decide. Otherwise every token but the first of each piece is a target."""
+SEGMENTS, LENGTHS, ROW_TARGETS = "segments", "sequence_lengths", "row_targets"
 _ALIGNMENT = 64  # of each array: a cache line
+_COLUMN = "columns."
+_SIZE = 8  # bytes of the header's length
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """Description of a slice without its arrays: how to read it from a buffer."""
-
-    num_per_token: int
-    """Number of arrays with one value per token. They come first."""
-    arrays: tuple[tuple[str, str, tuple[int, ...]], ...]
-    """Name, dtype and shape of each array, in the order of the buffer."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankSlice:
     """One rank's micro-batches of a window, as flat arrays."""
 
-    per_token: dict[str, np.ndarray]
-    """Columns with one value per token, shape (N,), in storage dtype: `input_ids`, the inputs of
-    the task, and `TARGETS` if tokens have their own targets."""
-    index: Index
-    staged: Index
-    """The index in the buffer, from which a device can copy. Without a buffer, the same as
-    `index`."""
+    columns: dict[str, np.ndarray]
+    """Columns with one value per token, shape (N,), in storage dtype: `input_ids`, inputs and kept
+    columns, `TARGETS` if tokens have their own targets, and maybe `IS_IGNORED`."""
+    rows: np.ndarray
+    """Number of each piece's row over all sources, shape (P,), int64."""
+    piece_lengths: np.ndarray
+    """Tokens of each piece, without a begin token, shape (P,), int32."""
+    starts: np.ndarray | None
+    """First token of each piece in its row, shape (P,), int64; None: no row was cut."""
+    row_targets: np.ndarray | None
+    """Target of each piece's row, shape (P,), in storage dtype; None: rows have no target."""
+    sequence_lengths: np.ndarray
+    """Tokens of each sequence, shape (S,), int32. A sequence of 0 tokens is padding."""
+    sequence_offsets: np.ndarray | None
+    """Where each sequence begins among the pieces, shape (S + 1,), int64; None: every piece is a
+    sequence."""
+    batch_offsets: np.ndarray
+    """Where each micro-batch begins among the sequences, shape (M + 1,), int64."""
+    piece_offsets: np.ndarray
+    """Where each micro-batch begins among the pieces, shape (M + 1,), int64."""
+    token_offsets: np.ndarray
+    """Where each micro-batch begins among the tokens, shape (M + 1,), int64."""
+    padded_lengths: np.ndarray
+    """T: tokens of the longest sequence of each micro-batch, rounded up to the policy's
+    `multiple_of`, shape (M,), int64."""
+    num_targets: np.ndarray
+    """Labels of each micro-batch that a loss counts, shape (M,), int64."""
+    segments: np.ndarray | None
+    """Slots where a document or padding begins, and the end of each batch, int32; packed only."""
+    segment_offsets: np.ndarray | None
+    """Where each micro-batch begins in `segments`, shape (M + 1,), int64."""
+    is_filler: np.ndarray
+    """Whether each micro-batch repeats another rank's sequence, shape (M,), bool."""
+    positions: np.ndarray
+    """Number of the window's micro-batches delivered after each round, shape (M,), int64."""
+    steps: np.ndarray
+    """Number of steps that end with each round, shape (M,), int64."""
+    digests: np.ndarray
+    """Digest of each round, shape (M,), uint64; see `digests` in `batching`."""
+    source_tokens: np.ndarray
+    """Tokens of each source in each round, shape (M, sources), int64."""
+    left_out: np.ndarray
+    """Rows and tokens of the window that `last`="drop" left out, shape (2,), int64."""
 
     @property
     def num_batches(self) -> int:
         """Number of micro-batches of this slice."""
-        return len(self.index.layout.padded)
+        return len(self.padded_lengths)
+
+    def shape(self, number: int) -> tuple[int, int]:
+        """Return (B, T) of a micro-batch."""
+        sequences = between(self.batch_offsets, number)
+        return sequences.stop - sequences.start, int(self.padded_lengths[number])
+
+    def num_tokens(self, number: int) -> int:
+        """Return the tokens of a micro-batch, also of a filler."""
+        return int(self.token_offsets[number + 1] - self.token_offsets[number])
+
+    def is_full(self, number: int) -> bool:
+        """Return whether a micro-batch has no padding."""
+        rows, length = self.shape(number)
+        return self.num_tokens(number) == rows * length
+
+    def columns_of(self, number: int) -> dict[str, np.ndarray]:
+        """Return the columns of a micro-batch, as views."""
+        tokens = between(self.token_offsets, number)
+        return {name: values[tokens] for name, values in self.columns.items()}
+
+    def inputs_of(self, number: int) -> dict[str, np.ndarray]:
+        """Return what a batch is made from besides its columns, as views: `LENGTHS`, and `SEGMENTS`
+        and `ROW_TARGETS` if the slice has them."""
+        found = {LENGTHS: self.sequence_lengths[between(self.batch_offsets, number)]}
+        if self.segments is not None and self.segment_offsets is not None:
+            found[SEGMENTS] = self.segments[between(self.segment_offsets, number)]
+        if self.row_targets is not None:
+            found[ROW_TARGETS] = self.row_targets[between(self.piece_offsets, number)]
+        return found
+
+    def round(self, number: int) -> Round:
+        """Return the round of a micro-batch, over all ranks."""
+        is_last = number + 1 == self.num_batches
+        return Round(
+            int(self.positions[number]),
+            is_last,
+            int(self.digests[number]),
+            tuple(self.source_tokens[number].tolist()),
+            int(self.steps[number]),
+            tuple(self.left_out.tolist()) if is_last else (0, 0),
+        )
+
+    def without_columns(self) -> Self:
+        """Return a copy that needs no buffer. Its columns have names and dtypes, but no values."""
+        copies = {name: array.copy() for name, array in self._arrays() if _COLUMN not in name}
+        columns = {name: np.empty(0, values.dtype) for name, values in self.columns.items()}
+        return replace(self, columns=columns, **copies)
 
     @property
     def num_bytes(self) -> int:
         """Number of bytes that `write` fills."""
-        return sum(round_up(array.nbytes, _ALIGNMENT) for _, array in self._named())
+        sizes = (round_up(array.nbytes, _ALIGNMENT) for _, array in self._arrays())
+        return round_up(_SIZE + len(self._header()), _ALIGNMENT) + sum(sizes)
 
-    def write(self, buffer: memoryview) -> Header:
-        """Write all arrays into a buffer of at least `num_bytes` bytes."""
-        at, described = 0, []
-        for name, array in self._named():
-            described.append((name, array.dtype.str, array.shape))
+    def write(self, buffer: memoryview) -> None:
+        """Write a header and all arrays into a buffer of at least `num_bytes` bytes."""
+        header = self._header()
+        at = round_up(_SIZE + len(header), _ALIGNMENT)
+        buffer[: _SIZE + len(header)] = len(header).to_bytes(_SIZE, "little") + header
+        for _, array in self._arrays():
             np.copyto(np.frombuffer(buffer, array.dtype, array.size, at), array.reshape(-1))
             at += round_up(array.nbytes, _ALIGNMENT)
-        return Header(len(self.per_token), tuple(described))
 
     @classmethod
-    def read(cls, header: Header, buffer: memoryview) -> "RankSlice":
-        """Return the slice in a buffer. `index` is a copy; the other arrays are views, and become
-        invalid when the buffer is written again."""
-        at, arrays = 0, []
-        for name, dtype, shape in header.arrays:
+    def read(cls, buffer: memoryview) -> Self:
+        """Return the slice in a buffer. Its arrays are views, and become invalid when the buffer is
+        written again."""
+        size = int.from_bytes(buffer[:_SIZE], "little")
+        at = round_up(_SIZE + size, _ALIGNMENT)
+        columns: dict[str, np.ndarray] = {}
+        arrays: dict[str, np.ndarray | None] = {field.name: None for field in fields(cls)}
+        for name, dtype, shape in msgspec.json.decode(buffer[_SIZE : _SIZE + size]):
             array = np.frombuffer(buffer, dtype, prod(shape), at).reshape(shape)
-            arrays.append((name, array))
+            if name.startswith(_COLUMN):
+                columns[name.removeprefix(_COLUMN)] = array
+            else:
+                arrays[name] = array
             at += round_up(array.nbytes, _ALIGNMENT)
-        per_token, staged = arrays[: header.num_per_token], dict(arrays[header.num_per_token :])
-        index = {name: array.copy() for name, array in staged.items()}
-        indexes = Index.from_arrays(index), Index.from_arrays(staged)
-        return cls(dict(per_token), *indexes)
+        return cls(**arrays | {"columns": columns})  # type: ignore[arg-type]
 
-    def batches(self) -> Iterator["RaggedBatch"]:
-        """Yield the micro-batches, as views, without padding."""
-        return (RaggedBatch(self, number) for number in range(self.num_batches))
+    def _arrays(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield every array with its name, the columns first."""
+        for name, values in self.columns.items():
+            yield _COLUMN + name, values
+        for field in fields(self)[1:]:
+            if (array := getattr(self, field.name)) is not None:
+                yield field.name, array
 
-    def _named(self) -> Iterator[tuple[str, np.ndarray]]:
-        yield from self.per_token.items()
-        yield from self.index.arrays()
-
-
-class RaggedBatch:
-    """A micro-batch before padding, as views of its slice: B sequences, P pieces, N tokens."""
-
-    def __init__(self, rank_slice: RankSlice, number: int) -> None:
-        index = rank_slice.index
-        batches, layout = index.pieces.batches, index.layout
-        self._index, self._number = index, number
-        self._slice: RankSlice | None = rank_slice
-        self._tokens = _between(layout.token_offsets, number)
-        self._pieces = _between(layout.piece_offsets, number)
-        self._sequences = slice(batches[number], batches[number + 1])
-        self.token_columns = tuple(rank_slice.per_token)
-        """Names of the columns with one value per token; see `RankSlice.per_token`."""
-        self.sequence_lengths = layout.sequence_lengths[self._sequences]
-        """Tokens of each sequence, shape (B,), int32."""
-        self.padded_length = int(layout.padded[number])
-        """T: tokens of the longest sequence, rounded up to the policy's `multiple_of`."""
-        self.is_filler = bool(index.rounds.filler[number])
-        """Whether this repeats a sequence of another rank, so that all ranks have a batch."""
-        size: int = self._tokens.stop - self._tokens.start
-        self.is_full = size == len(self.sequence_lengths) * self.padded_length
-        """Whether the batch has no padding."""
-        self.num_tokens = 0 if self.is_filler else size
-        """Number of tokens; 0 for a filler."""
-        self.num_targets = 0 if self.is_filler else int(layout.num_targets[number])
-        """Number of labels that a loss counts; 0 for a filler."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(B, T)."""
-        return len(self.sequence_lengths), self.padded_length
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether a sequence may have several documents."""
-        return self._index.layout.segments is not None
-
-    @property
-    def round(self) -> Round:
-        """The round of this micro-batch, over all ranks."""
-        rounds, number = self._index.rounds, self._number
-        return Round(
-            int(rounds.position[number]),
-            number + 1 == len(rounds.position),
-            int(rounds.digests[number]),
-            tuple(rounds.tokens[number].tolist()),
-            int(rounds.steps[number]),
-            tuple(rounds.left_out[number].tolist()),
-        )
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this is the last micro-batch of its window."""
-        return self._number + 1 == len(self._index.layout.padded)
-
-    @property
-    def ends_step(self) -> bool:
-        """Whether its round is the last round of a step."""
-        return bool(self._index.rounds.steps[self._number])
-
-    def of_tokens(self, name: str) -> np.ndarray:
-        """Return a column with one value per token, shape (N,), in storage dtype."""
-        assert self._slice, "the tokens were dropped"
-        return self._slice.per_token[name][self._tokens]
-
-    @property
-    def rows(self) -> np.ndarray:
-        """Number of the row of each piece, over all sources, shape (P,), int64."""
-        return self._index.pieces.numbers[self._pieces]
-
-    @property
-    def piece_lengths(self) -> np.ndarray:
-        """Tokens of each piece, shape (P,), int32."""
-        return self._index.pieces.lengths[self._pieces]
-
-    @property
-    def starts(self) -> np.ndarray | None:
-        """First token of each piece in its row, shape (P,), int64; None: all are 0."""
-        starts = self._index.pieces.starts
-        return None if starts is None else starts[self._pieces]
-
-    @property
-    def row_targets(self) -> np.ndarray | None:
-        """Target of each row, shape (P,), in storage dtype; None: rows have no target."""
-        return self._row_targets(self._index)
-
-    @property
-    def segments(self) -> np.ndarray:
-        """Slots where a document or padding begins, and the end of the batch; packed only."""
-        segments = self._segments(self._index)
-        assert segments is not None, "not packed"
-        return segments
-
-    @property
-    def ignored(self) -> np.ndarray | None:
-        """Slots of tokens that are not targets, int32; None: only the first token of each piece."""
-        return self._ignored(self._index)
-
-    @property
-    def sequence_offsets(self) -> np.ndarray:
-        """Where each sequence begins among the pieces of the batch, shape (B + 1,), int64."""
-        sequences = self._index.pieces.sequences
-        if sequences is None:
-            return np.arange(len(self.sequence_lengths) + 1)
-        first, last = self._sequences.start, self._sequences.stop
-        offsets: np.ndarray = sequences[first : last + 1] - self._pieces.start
-        return offsets
-
-    def staged(self) -> dict[str, np.ndarray]:
-        """Return the arrays that a device needs besides the tokens, in memory it can copy from."""
-        assert self._slice, "the tokens were dropped"
-        index = self._slice.staged
-        found = {
-            "sequence_lengths": index.layout.sequence_lengths[self._sequences],
-            "row_targets": self._row_targets(index),
-            "segments": self._segments(index),
-            "ignored": self._ignored(index),
-        }
-        return {name: values for name, values in found.items() if values is not None}
-
-    def drop_tokens(self) -> None:
-        """Drop the tokens after the batch was built, so that their buffer can be written again."""
-        self._slice = None
-
-    def _row_targets(self, index: Index) -> np.ndarray | None:
-        targets = index.pieces.targets
-        return None if targets is None else targets[self._pieces]
-
-    def _segments(self, index: Index) -> np.ndarray | None:
-        return _of_batch(index.layout.segments, index.layout.segment_offsets, self._number)
-
-    def _ignored(self, index: Index) -> np.ndarray | None:
-        return _of_batch(index.layout.ignored, index.layout.ignored_offsets, self._number)
+    def _header(self) -> bytes:
+        """Return name, dtype and shape of every array, as JSON."""
+        described = [(name, array.dtype.str, array.shape) for name, array in self._arrays()]
+        return msgspec.json.encode(described)
 
 
-def _of_batch(
-    values: np.ndarray | None, offsets: np.ndarray | None, number: int
-) -> np.ndarray | None:
-    return None if values is None or offsets is None else values[_between(offsets, number)]
-
-
-def _between(offsets: np.ndarray, number: int) -> slice:
+def between(offsets: np.ndarray, number: int) -> slice:
+    """Return the range of item `number`, from offsets that have a leading 0."""
     return slice(int(offsets[number]), int(offsets[number + 1]))

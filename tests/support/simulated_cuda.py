@@ -25,8 +25,7 @@ from tokenfeed import ShardLoader
 from tokenfeed.pipeline.errors import ShardFormatError
 from tokenfeed.pipeline.feeding import transfer
 from tokenfeed.pipeline.feeding.window_source import Lease
-from tokenfeed.pipeline.windows.layout import PieceIndex, lay_out
-from tokenfeed.pipeline.windows.rank_slice import Index, RankSlice, RoundIndex
+from tokenfeed.pipeline.windows.rank_slice import RankSlice
 
 CUDA_1 = torch.device("cuda:1")
 
@@ -256,19 +255,29 @@ class FakeSource:
 
 def slice_of(first: int, count: int) -> RankSlice:
     """Micro-batches of one token, which is their number."""
-    per_token = {"input_ids": np.arange(first, first + count, dtype=np.uint16)}
-    numbers, lengths, batches = np.arange(count), np.ones(count, np.int32), np.arange(count + 1)
-    pieces = PieceIndex(numbers, lengths, batches)
-    rounds = RoundIndex(
-        filler=np.zeros(count, bool),
-        position=numbers + 1,
-        steps=np.ones(count, np.int64),
+    ones, offsets = np.ones(count, np.int64), np.arange(count + 1)
+    return RankSlice(
+        columns={"input_ids": np.arange(first, first + count, dtype=np.uint16)},
+        rows=offsets[:-1],
+        piece_lengths=ones.astype(np.int32),
+        starts=None,
+        row_targets=None,
+        sequence_lengths=ones.astype(np.int32),
+        sequence_offsets=None,
+        batch_offsets=offsets,
+        piece_offsets=offsets,
+        token_offsets=offsets,
+        padded_lengths=ones,
+        num_targets=0 * ones,
+        segments=None,
+        segment_offsets=None,
+        is_filler=np.zeros(count, bool),
+        positions=offsets[1:],
+        steps=ones,
         digests=np.zeros(count, np.uint64),
-        tokens=np.ones((count, 1), np.int64),
-        left_out=np.zeros((count, 2), np.int64),
+        source_tokens=ones[:, None],
+        left_out=np.zeros(2, np.int64),
     )
-    index = Index(pieces, lay_out(pieces, 1, packs=False), rounds)
-    return RankSlice(per_token, index, index)
 
 
 def _on_the_cpu(value: Any) -> Any:

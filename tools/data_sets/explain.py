@@ -25,6 +25,7 @@ from tokenfeed.pipeline.planning.stages import Stage
 from tokenfeed.pipeline.planning.state import Delivered, SavedState, own_stream
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.origins import Origin, origins_of
+from tokenfeed.pipeline.windows.rank_slice import between
 from tokenfeed.pipeline.windows.reader import WindowReader
 from tokenfeed.tools.shell.command_line import WholeNumber, text
 from tokenfeed.tools.shell.console import print_json
@@ -237,8 +238,8 @@ def _step_ends(maker: WindowMaker, begin: Position) -> np.ndarray:
     """Return the number of micro-batches up to the end of each step of a window, which is dealt to
     ranks from a position. With more ranks than micro-batches in a step, several steps end at once
     and count as one."""
-    rounds = maker.make(begin).index.rounds
-    ends: np.ndarray = rounds.position[rounds.steps > 0]
+    made = maker.make(begin)
+    ends: np.ndarray = made.positions[made.steps > 0]
     return ends
 
 
@@ -247,10 +248,12 @@ def _micro_batches(
 ) -> Iterator[_MicroBatch]:
     """Yield the micro-batches of a step that one rank got."""
     (epoch, window, first), made = step.dealt_from, maker.make(step.dealt_from)
-    begins = [first, *made.index.rounds.position.tolist()]
-    for batch, begin in zip(made.batches(), begins, strict=False):
-        place = begin if batch.is_filler else begin + maker.rank
+    begins = [first, *made.positions[:-1].tolist()]
+    for number, begin in enumerate(begins):
+        is_filler, pieces = bool(made.is_filler[number]), between(made.piece_offsets, number)
+        place = begin if is_filler else begin + maker.rank
         if step.first <= place < step.stop:
-            starts = np.zeros(len(batch.rows), np.int64) if batch.starts is None else batch.starts
-            pieces = origins_of(sources, batch.rows, starts, batch.piece_lengths)
-            yield _MicroBatch(epoch, window, place, batch.is_filler, pieces)
+            rows, lengths = made.rows[pieces], made.piece_lengths[pieces]
+            starts = np.zeros(len(rows), np.int64) if made.starts is None else made.starts[pieces]
+            origins = origins_of(sources, rows, starts, lengths)
+            yield _MicroBatch(epoch, window, place, is_filler, origins)

@@ -226,7 +226,7 @@ def test_a_disk_that_takes_nothing_costs_the_cache_and_not_the_run(
         for window in range(3):
             position = Position(0, window, 0)
             made, expected = maker.make(position), local.make(position)
-            assert (made.per_token["input_ids"] == expected.per_token["input_ids"]).all()
+            assert (made.columns["input_ids"] == expected.columns["input_ids"]).all()
     assert caplog.text.count("the cache cannot be written") == 1
     assert not cached_files(tmp_path)
     assert not [path for path in tmp_path.glob("v2/*/*/*/*") if path.is_file()]

@@ -17,10 +17,11 @@ from tokenfeed.pipeline.feeding.batch import BatchForm
 from tokenfeed.pipeline.feeding.stats import Counters
 from tokenfeed.pipeline.feeding.transfer import PageLock
 from tokenfeed.pipeline.feeding.window_source import InlineSource
+from tokenfeed.pipeline.planning.batching import Round
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.planning.policies import Batching, Fixed, Packed
 from tokenfeed.pipeline.windows.maker import WindowMaker
-from tokenfeed.pipeline.windows.rank_slice import RaggedBatch, RankSlice
+from tokenfeed.pipeline.windows.rank_slice import RankSlice
 
 DEVICE = torch.device("cuda:0")
 
@@ -31,7 +32,7 @@ def feed_of(source: FakeSource) -> transfer.Batches:
     return transfer.copy_ahead(source, transfer.copy_stream(DEVICE), BatchForm(0))
 
 
-def number_of(delivered: tuple[Batch, RaggedBatch]) -> int:
+def number_of(delivered: tuple[Batch, Round]) -> int:
     return int(delivered[0]["input_ids"].item())
 
 

@@ -18,6 +18,7 @@ from tokenfeed.pipeline.planning.policies import Batching, Fixed, Packed, Padded
 from tokenfeed.pipeline.planning.schedule import Schedule, Source, Stretch
 from tokenfeed.pipeline.planning.state import Delivered, resealed
 from tokenfeed.pipeline.windows.maker import WindowMaker
+from tokenfeed.pipeline.windows.rank_slice import between
 from tokenfeed.pipeline.windows.reader import Window
 
 START = Position(0, 0, 0)
@@ -47,11 +48,11 @@ def deliver(
     yield delivered
     while delivered.position < (epochs, 0, 0):
         rank_slice = WindowMaker(delivered.plan, reader, rank, world_size).make(delivered.position)
-        for ragged in rank_slice.batches():
+        for number in range(rank_slice.num_batches):
             if rounds is not None and done >= rounds:
                 return
             done += 1
-            delivered = delivered.after(ragged.round)
+            delivered = delivered.after(rank_slice.round(number))
             yield delivered
 
 
@@ -65,9 +66,7 @@ def whole_epoch(plan: Plan, reader: MemoryReader, **ranks: int) -> Delivered:
 
 
 def digests(plan: Plan, reader: MemoryReader, position: Position = START) -> list[int]:
-    digests: list[int] = (
-        WindowMaker(plan, reader, 0, 1).make(position).index.rounds.digests.tolist()
-    )
+    digests: list[int] = WindowMaker(plan, reader, 0, 1).make(position).digests.tolist()
     return digests
 
 
@@ -165,12 +164,14 @@ def test_tokens_of_every_source_are_those_of_the_manifest_at_the_end_of_an_epoch
     ]
     counted = np.zeros(2, np.int64)
     for ranks in slices:
-        for rounds in zip(*(rank_slice.batches() for rank_slice in ranks), strict=True):
+        assert len({rank_slice.num_batches for rank_slice in ranks}) == 1
+        for number in range(ranks[0].num_batches):
             tokens = np.zeros(2, np.int64)
-            for one in (one for one in rounds if not one.is_filler):
-                source = one.rows >= plan.row_ends[0]
-                tokens += np.bincount(source, one.piece_lengths, 2).astype(np.int64)
-            assert all(one.round.tokens == tuple(tokens.tolist()) for one in rounds)
+            for one in (one for one in ranks if not one.is_filler[number]):
+                pieces = between(one.piece_offsets, number)
+                source = one.rows[pieces] >= plan.row_ends[0]
+                tokens += np.bincount(source, one.piece_lengths[pieces], 2).astype(np.int64)
+            assert all(one.round(number).tokens == tuple(tokens.tolist()) for one in ranks)
             counted += tokens
     assert tuple(counted.tolist()) == plan.epoch_tokens
     done = whole_epoch(plan, reader, world_size=world_size)

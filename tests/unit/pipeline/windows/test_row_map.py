@@ -62,14 +62,11 @@ def test_every_rank_gets_the_pieces_of_the_same_changed_rows(
         for rank in range(world_size):
             maker = WindowMaker(plan, reader, rank, world_size, row_map=row_map)
             share = maker.make(Position(0, 0, 0))
-            pieces = share.index.pieces
-            starts = np.zeros_like(pieces.numbers) if pieces.starts is None else pieces.starts
+            starts = np.zeros_like(share.rows) if share.starts is None else share.starts
             at = 0
-            for row, start, length in zip(pieces.numbers, starts, pieces.lengths, strict=True):
+            for row, start, length in zip(share.rows, starts, share.piece_lengths, strict=True):
                 for place in range(start, start + length):
-                    value = tuple(
-                        int(share.per_token[name][at]) for name in ("input_ids", "labels")
-                    )
+                    value = tuple(int(share.columns[name][at]) for name in ("input_ids", "labels"))
                     assert found.setdefault((int(row), place), value) == value
                     at += 1
         return found
@@ -93,13 +90,13 @@ def test_columns_changed_in_place_are_the_batches(lengths: list[int], task: Task
         for each in (row_map, None)
     )
     at = 0
-    for length in plain.index.pieces.lengths.tolist():
+    for length in plain.piece_lengths.tolist():
         place = slice(at, at + length)
-        expected = plain.per_token["input_ids"][place][::-1]
-        assert (changed.per_token["input_ids"][place] == expected).all()
+        expected = plain.columns["input_ids"][place][::-1]
+        assert (changed.columns["input_ids"][place] == expected).all()
         at += length
-    assert changed.per_token.keys() == plain.per_token.keys()
-    assert (changed.index.layout.num_targets == plain.index.layout.num_targets).all()
+    assert changed.columns.keys() == plain.columns.keys()
+    assert (changed.num_targets == plain.num_targets).all()
 
 
 def halved(columns: Columns, rng: np.random.Generator) -> Mapping[str, np.ndarray]:
@@ -112,7 +109,7 @@ def test_kept_columns_are_mapped_in_their_dtypes() -> None:
     rows.per_token["step"] = np.arange(17, dtype=np.int8)
     plan, reader = plan_in_memory([rows], Padded(100))
     made, plain = (
-        WindowMaker(plan, reader, 0, 1, row_map=each).make(Position(0, 0, 0)).per_token
+        WindowMaker(plan, reader, 0, 1, row_map=each).make(Position(0, 0, 0)).columns
         for each in (RowMap(halved, VOCABULARY_SIZE, 0), None)
     )
     assert {name: values.dtype for name, values in made.items()} == {
