@@ -117,7 +117,7 @@ class AllocatorWatch:
     """Polls whether torch asked the driver for memory, which may wait for all work to end."""
 
     def __init__(self, read: Callable[[], dict[str, Any] | None]) -> None:
-        """Args: `read` returns the statistics of torch's allocator; None if there is none."""
+        """Args: `read` returns the statistics of torch's allocator; None without one."""
         self._read, self.is_on = read, read() is not None
         self._last: tuple[int, ...] | None = None
         self._next_poll = 0.0
