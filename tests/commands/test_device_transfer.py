@@ -157,7 +157,7 @@ def test_a_forked_child_leaves_the_device_alone(
 ) -> None:
     loader = started(folder)
     workers = list(pool_of(loader)._workers)
-    of_the_parent = [os.dup(worker.socket.fileno()) for worker in workers]  # a child keeps them
+    of_the_parent = [os.dup(worker.child.fileno()) for worker in workers]  # a child keeps them
     before = list(cuda.marks)
     with monkeypatch.context() as patched:
         patched.setattr(os, "getpid", lambda: -1)
@@ -166,9 +166,9 @@ def test_a_forked_child_leaves_the_device_alone(
     assert cuda.locked, "the parent still uses it"
     for worker, end in zip(workers, of_the_parent, strict=True):
         with pytest.raises(subprocess.TimeoutExpired):
-            worker.process.wait(0.2)  # it goes on
+            worker.child.process.wait(0.2)  # it goes on
         os.close(end)
-        assert worker.process.wait(60) == 0
+        assert worker.child.process.wait(60) == 0
 
 
 def test_an_interrupt_while_a_loader_is_closed_leaves_it_to_be_closed_again(
