@@ -285,7 +285,7 @@ class Watch:
             try:
                 zero_grad(optimizer, *args, **kwargs)
             finally:
-                if outer is not None:
+                if meter is not None and outer is not None:
                     meter.leave(outer)
 
         @functools.wraps(update)
