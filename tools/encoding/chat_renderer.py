@@ -113,7 +113,7 @@ renderer = functools.cache(Renderer)
 
 
 def _contained(tags: list[str]) -> str:
-    """Return a namespace that becomes part of a namespace; empty if there is none.
+    """Return a namespace that becomes part of a namespace; or an empty text.
 
     A namespace that contains itself overflows the stack when it is written or compared.
     """
