@@ -327,7 +327,7 @@ class Batch(Mapping[str, Any]):
 
         segments = self._inputs[SEGMENTS]
         steps = torch.ones(self.num_slots, dtype=torch.int64, device=segments.device)
-        steps[0] = 0
+        steps[:1].zero_()  # an index would copy a number from the host, and wait
         sizes = segments.diff()[:-1].long()
         steps.index_add_(0, segments[1:-1], sizes, alpha=-1)
         return steps.cumsum_(0).view(self._shape)

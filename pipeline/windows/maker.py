@@ -189,7 +189,11 @@ class WindowMaker:
             The columns of a slice, not padded yet; and the target of each row, shape (R,), None if
             rows have none.
         """
-        columns, lengths = dict(window.rows.per_token), window.rows.lengths
+        lengths = window.rows.lengths
+        columns = {
+            TARGETS if role_of(name) == "target" else name: values
+            for name, values in window.rows.per_token.items()
+        }
         kinds, prompts = columns.pop(KINDS, None), _column_of(window, "context")
         skipped = np.zeros(len(lengths), np.bool_)
         if self.plan.skip:

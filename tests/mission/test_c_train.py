@@ -125,15 +125,15 @@ def test_m07_fp16_where_bf16_is_not_native(tmp_path: Path) -> None:
         assert ("TF32" in said) == (capability >= (8, 0))
     assert "precision: fp32 (cpu)" in call(train.main, "--shards", shards, *small).stderr
 
-    steps = ("--steps", 60, "--schedule", "constant", "--clip-norm", 0.5, "--learning-rate", 1e-4)
+    steps = ("--steps", 200, "--schedule", "constant", "--clip-norm", 0.5, "--learning-rate", 1e-4)
     sizes = ("--sequence-length", 32, "--micro-batch-tokens", 512, "--step-tokens", 512)
-    own = ("--model", "support.training:overflowing_model", *steps, *sizes, "--save-every", 60)
+    own = ("--model", "support.training:overflowing_model", *steps, *sizes, "--save-every", 200)
     lines = trained(shards, tmp_path / "cpu", *own, "--device", "cpu", "--precision", "fp16")
     batches = [*SEEN]
     with simulated_gpu(*T4):
         on_t4 = trained(shards, tmp_path / "t4", *own)
     expected = scaled_loop(batches)
-    assert len(expected) == 60
+    assert len(expected) == 200
     for run in (lines, on_t4):
         for line, (loss, scale, skipped) in zip(run, expected, strict=True):
             assert line["loss_scale"] == scale

@@ -192,7 +192,9 @@ if not HAS_FORK:
     Popen = _cold  # type: ignore[assignment,misc]
 
 
-def _program(words: list[str], **options: Any) -> Popen:
+def _program(words: list[str], **options: Any) -> "Popen | subprocess.Popen[bytes]":
+    if options.get("pass_fds"):  # a loader's workers, whose descriptors keep their numbers
+        return subprocess.Popen(words, **options)
     return Popen(words[1:], **options)
 
 
