@@ -45,13 +45,14 @@ def pad_on_host(
         if len(values) == shape[0] * shape[1]:
             padded[name] = values.astype(dtype).reshape(shape)
             continue
-        padded[name] = made = np.full(shape, fills[name], dtype)
         if mask is not None:
+            padded[name] = made = np.full(shape, fills[name], dtype)
             made[mask] = values
             continue
-        start = 0
-        for row, size in zip(made, lengths.tolist(), strict=True):
+        padded[name], start = np.empty(shape, dtype), 0
+        for row, size in zip(padded[name], lengths.tolist(), strict=True):
             row[:size] = values[start : start + size]
+            row[size:] = fills[name]
             start += size
     return padded
 
@@ -61,8 +62,10 @@ def mask_to_fill(lengths: np.ndarray, length: int, *, is_full: bool) -> np.ndarr
     return None if is_full or len(lengths) <= _FEW_ROWS else host_mask(lengths, length)
 
 
-def host_mask(lengths: np.ndarray, length: int) -> np.ndarray:
+def host_mask(lengths: np.ndarray, length: int, *, is_full: bool = False) -> np.ndarray:
     """Return true on tokens: [B, T] bool."""
+    if is_full:
+        return np.ones((len(lengths), length), np.bool_)
     if length <= _TABLE_LENGTH:
         return _prefixes(length).take(lengths, axis=0)
     found: np.ndarray = np.arange(length, dtype=np.int32) < lengths[:, None]

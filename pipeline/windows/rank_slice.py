@@ -89,19 +89,9 @@ class RankSlice:
         """Number of micro-batches of this slice."""
         return len(self.padded_lengths)
 
-    def shape(self, number: int) -> tuple[int, int]:
-        """Return (B, T) of a micro-batch."""
-        sequences = between(self.batch_offsets, number)
-        return sequences.stop - sequences.start, int(self.padded_lengths[number])
-
     def num_tokens(self, number: int) -> int:
         """Return the tokens of a micro-batch, also of a filler."""
         return int(self.token_offsets[number + 1] - self.token_offsets[number])
-
-    def is_full(self, number: int) -> bool:
-        """Return whether a micro-batch has no padding."""
-        rows, length = self.shape(number)
-        return self.num_tokens(number) == rows * length
 
     def columns_of(self, number: int) -> dict[str, np.ndarray]:
         """Return the columns of a micro-batch, as views."""
