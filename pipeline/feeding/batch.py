@@ -292,9 +292,10 @@ class Batch(Mapping[str, Any]):
         import torch
 
         length = self._shape[1]
+        if self._is_full:
+            return torch.ones(self._shape, dtype=torch.bool, device=self.device)
         if LENGTHS not in self._inputs:  # on the CPU: up to 8 times as fast
-            filled = host_mask(self.lengths, length, is_full=self._is_full)
-            return torch.from_numpy(filled)
+            return torch.from_numpy(host_mask(self.lengths, length))
         lengths = self._inputs[LENGTHS]
         mask: torch.Tensor = torch.arange(length, device=lengths.device) < lengths[:, None]
         return mask

@@ -62,10 +62,8 @@ def mask_to_fill(lengths: np.ndarray, length: int, *, is_full: bool) -> np.ndarr
     return None if is_full or len(lengths) <= _FEW_ROWS else host_mask(lengths, length)
 
 
-def host_mask(lengths: np.ndarray, length: int, *, is_full: bool = False) -> np.ndarray:
+def host_mask(lengths: np.ndarray, length: int) -> np.ndarray:
     """Return true on tokens: [B, T] bool."""
-    if is_full:
-        return np.ones((len(lengths), length), np.bool_)
     if length <= _TABLE_LENGTH:
         return _prefixes(length).take(lengths, axis=0)
     found: np.ndarray = np.arange(length, dtype=np.int32) < lengths[:, None]
