@@ -411,8 +411,11 @@ class Tracing:
             self.schedule.plan(number, (every, self._odd[2] % every))
 
     def _slower(self) -> float:
-        """Return the share by which steps are slower since the first trace: CUPTI stays attached,
-        and may slow down each launch by up to a fifth. To take no more traces would not undo it."""
+        """Return how much slower steps are since the first trace, as a share of their time.
+
+        CUPTI stays attached after a trace, and may slow down each launch by up to a fifth. Ending
+        traces would not undo that.
+        """
         before = median(self._before)
         if not before or self._behind < _STEPS_AFTER // 2:
             return 0.0
