@@ -15,7 +15,7 @@ from support.processes import is_alive, run_script, workers_of
 from tokenfeed.pipeline.errors import LoaderError
 from tokenfeed.pipeline.feeding import window_source
 
-pytestmark = pytest.mark.usefixtures("forked_workers")
+pytestmark = [pytest.mark.clock, pytest.mark.usefixtures("forked_workers")]
 
 
 def in_a_fork(work: Callable[[], object]) -> str:

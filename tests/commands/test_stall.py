@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from support import warm
 
+pytestmark = pytest.mark.clock
+
 HEAD = """
 import json, os, signal, sys, time
 import torch

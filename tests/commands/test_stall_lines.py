@@ -14,6 +14,8 @@ import pytest
 from tokenfeed.trainer.watch import lines
 from tokenfeed.trainer.watch.lines import HostLines, Sampler, share_of
 
+pytestmark = pytest.mark.clock
+
 PROGRAM = """
 import importlib.util, json, sys, threading, time
 spec = importlib.util.spec_from_file_location("lines", sys.argv[1])

@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader
 
 from tokenfeed.trainer.stall import StallMeter, StallReport
 
+pytestmark = pytest.mark.clock
+
 WARMUP = 2
 SECONDS = 0.02
 

@@ -11,6 +11,8 @@ import pytest
 from support import PROGRAMS, warm
 from support.training import write_labelled
 
+pytestmark = pytest.mark.clock
+
 SECONDS, STEPS = 0.2, 20
 
 

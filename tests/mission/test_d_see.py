@@ -23,6 +23,8 @@ from tokenfeed import Packed, Padded, ShardLoader, StallMeter
 from tokenfeed.tools import report, train
 from tokenfeed.trainer.stall.watchers import CoreWait
 
+pytestmark = pytest.mark.clock
+
 PAUSING = ("--model", "support.training:pausing_model")
 SMALL = (*("--sequence-length", 32, "--micro-batch-tokens", 128, "--step-tokens", 128), *PAUSING)
 ROWS = ("--step-rows", 4, "--micro-batch-tokens", 128, *PAUSING)

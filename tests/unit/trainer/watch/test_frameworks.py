@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import tokenfeed
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.clock, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 WARMUP = 5
 
 

@@ -24,6 +24,7 @@ from tokenfeed.trainer.watch import watch as module
 from tokenfeed.trainer.watch.watch import Watch
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.clock
 
 
 class Items(Dataset[torch.Tensor]):
@@ -361,22 +362,22 @@ def tolerance(report: Any) -> float:
 
 
 def test_slow_items_are_data() -> None:
-    items, model = Items(10_000, 0.02), Model(0.04)
+    model, waits = Model(0.04), Naps()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    slept = 0.0
+    waited = 0.0
     with tokenfeed.watch() as running:
-        for number, batch in enumerate(DataLoader(items, batch_size=4)):
+        batches = iter(DataLoader(Items(10_000, 0.02), batch_size=4))
+        for number in range(21):
+            began = time.perf_counter()
+            batch = next(batches)
+            waits.slept += time.perf_counter() - began
             model(batch).backward()
             optimizer.step()
             if number == 4:
-                slept = items.slept
-            if number == 20:
-                break
+                waited = waits.slept
     report = running.report
-    assert report.causes["data"].fraction == pytest.approx(
-        share(items.slept - slept, report),
-        abs=tolerance(report) + 0.01,  # for the collation, which `slept` leaves out
-    )
+    expected = share(waits.slept - waited, report)
+    assert report.causes["data"].fraction == pytest.approx(expected, abs=tolerance(report))
     assert report.verdict in ("WAITS FOR DATA", "SHORT OF CORES")
 
 
