@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tokenfeed.trainer.models import build, gpt
@@ -16,10 +17,17 @@ __all__ = ["REWRITES", "leave_out"]
 
 
 def _former_heads() -> None:
-    """Heads are moved before they are rotated, and gradients are written part by part."""
+    """One product gives queries, keys and values. Heads are moved before they are rotated, values
+    copied, and gradients written part by part."""
     for name in ("max_pointwise_cat_inputs", "max_complex_pointwise_cat_inputs"):
         build.CHOICES.pop(name, None)
-    gpt._Heads = _Heads  # type: ignore[misc, assignment]
+
+    class Former:
+        @staticmethod
+        def apply(x_BTD: Tensor, weight_ED: Tensor, *rest: Any) -> Any:
+            return _Heads.apply(F.linear(x_BTD, weight_ED), *rest)  # type: ignore[no-untyped-call]
+
+    gpt._Heads = Former  # type: ignore[misc, assignment]
 
 
 def _former_softmax() -> None:

@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
+import numpy as np
+import sympy
 import torch
 from torch import Tensor
 from torch._inductor import config as inductor
@@ -40,6 +42,11 @@ GAPS = 1.04
 """Time of a step by that of its kernels: 1.02 to 1.05 in the traces."""
 VOCABULARY, CHUNK, ROW = 50_304, 8192, 256
 EXPONENTIALS = ("exp", "exp2", "tanh", "erf", "log", "sigmoid")
+_DIVISIONS = {
+    "FloorDiv": lambda value, by: value // by,
+    "ModularIndexing": lambda value, by, modulus: value // by % modulus,
+}
+"""Inductor's functions of indices, for numpy."""
 MEASURED = {
     "tokenfeed before its rewrites": (503_951, 511_315),
     "nanoGPT": (490_134, 495_579),
@@ -193,21 +200,42 @@ def _kernel(node: Any) -> Kernels | None:
 
 
 def _moved(node: Any) -> float:
-    """Return the bytes of a node. Inductor counts a buffer of which a part is used as a whole."""
+    """Return the bytes of a node: each element that it reads or writes, once for reading and once
+    for writing. Inductor would count a buffer of which a part is used as a whole."""
     from torch._inductor.dependencies import MemoryDep
     from torch._inductor.virtualized import V
 
-    used: dict[str, float] = {}
-    for dep in (*node.read_writes.reads, *node.read_writes.writes):
-        size = math.inf
-        if isinstance(dep, MemoryDep):
-            elements = math.prod(dep.size) if dep.is_indirect() else dep.get_numel()
-            size = (
-                V.graph.sizevars.optimization_hint(elements) * V.graph.get_dtype(dep.name).itemsize
-            )
-        used[dep.name] = used.get(dep.name, 0.0) + size
     whole = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
+    used: dict[str, float] = {}
+    for deps in (node.read_writes.reads, node.read_writes.writes):
+        by_name: dict[str, list[Any]] = {}
+        for dep in deps:
+            by_name.setdefault(dep.name, []).append(dep)
+        for name, found in by_name.items():
+            size = math.inf
+            if all(isinstance(dep, MemoryDep) for dep in found):
+                elements = V.graph.sizevars.optimization_hint(_elements(found))
+                size = elements * V.graph.get_dtype(name).itemsize
+            used[name] = used.get(name, 0.0) + size
     return float(sum(min(size, used.get(name, size)) for name, size in whole.items()))
+
+
+def _elements(deps: list[Any]) -> Any:
+    """Return the number of different elements of a buffer at some indices."""
+    if any(dep.is_indirect() for dep in deps):
+        return sum(math.prod(dep.size) for dep in deps)
+    if len(deps) == 1:
+        return deps[0].get_numel()
+    places = [
+        np.broadcast_to(
+            sympy.lambdify(dep.var_names, dep.index, [_DIVISIONS, "numpy"])(
+                *np.ogrid[tuple(slice(int(size)) for size in dep.size)]
+            ),
+            tuple(map(int, dep.size)),
+        )
+        for dep in deps
+    ]
+    return len(np.unique(np.concatenate([each.ravel() for each in places])))
 
 
 def _copies_attention(node: Any) -> bool:

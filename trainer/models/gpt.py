@@ -193,7 +193,7 @@ class _Block(nn.Module):
         seen: KeyValues | None,
     ) -> Tensor:
         query_BHTK, key_BHTK, value_BHTK = _Heads.apply(  # type: ignore[no-untyped-call]
-            self.attention_in(x_BTD), *rotary, self._heads
+            x_BTD, self.attention_in.weight, *rotary, self._heads
         )
         if seen is not None:
             key_BHTK, value_BHTK = seen.add(key_BHTK, value_BHTK)
@@ -245,34 +245,39 @@ def rotate(x_BTHK: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class _Heads(torch.autograd.Function):
-    """Queries, keys and values of all heads, (B, H, T, K) each, from one product (B, T, 3 D).
-    Queries and keys are rotated.
+    """Queries, keys and values of all heads, (B, H, T, K) each, from the input of a layer. Queries
+    and keys are rotated.
 
-    Heads are moved last, so that torch.compile writes each part as attention reads it. The gradient
-    is joined by `cat`: see `compile_model`.
+    The values have a product of their own, which attention reads as it is. Heads are moved last, so
+    that torch.compile writes each part as attention reads it. The gradient is joined by `cat`, for
+    one product each: see `compile_model`.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, product_BTD: Tensor, cosine: Tensor, sine: Tensor, heads: int
+        ctx: Any, x_BTD: Tensor, weight_ED: Tensor, cosine: Tensor, sine: Tensor, heads: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.save_for_backward(cosine, sine)
-        query_BTHK, key_BTHK, value_BTHK = (
-            part_BTD.unflatten(-1, (heads, -1))  # type: ignore[no-untyped-call]
-            for part_BTD in product_BTD.chunk(3, dim=-1)
-        )
+        dtype, ctx.dtypes = product_dtype(x_BTD), (x_BTD.dtype, weight_ED.dtype)
+        x_BTD, weight_ED = x_BTD.to(dtype), weight_ED.to(dtype)
+        ctx.save_for_backward(x_BTD, weight_ED, cosine, sine)
+        width = x_BTD.shape[-1]
         parts_BTHK = (
-            rotate(query_BTHK, (cosine, sine)),
-            rotate(key_BTHK, (cosine, sine)),
-            value_BTHK.clone(),
+            F.linear(x_BTD, rows_ED).unflatten(-1, (-1, width // heads))  # type: ignore[no-untyped-call]
+            for rows_ED in (weight_ED[: 2 * width], weight_ED[2 * width :])
         )
-        query_BHTK, key_BHTK, value_BHTK = (part_BTHK.transpose(1, 2) for part_BTHK in parts_BTHK)
-        return query_BHTK, key_BHTK, value_BHTK
+        both_BTHK, value_BTHK = parts_BTHK
+        query_BTHK, key_BTHK = (
+            rotate(part_BTHK, (cosine, sine)) for part_BTHK in both_BTHK.chunk(2, 2)
+        )
+        return query_BTHK.transpose(1, 2), key_BTHK.transpose(1, 2), value_BTHK.transpose(1, 2)
 
     @staticmethod
     def backward(ctx: Any, *grads_BHTK: Tensor) -> tuple[Tensor | None, ...]:
         query_BTHK, key_BTHK, value_BTHK = (grad_BHTK.transpose(1, 2) for grad_BHTK in grads_BHTK)
-        cosine, sine = ctx.saved_tensors
+        x_BTD, weight_ED, cosine, sine = ctx.saved_tensors
         back = cosine, -sine
         parts_BTHK = rotate(query_BTHK, back), rotate(key_BTHK, back), value_BTHK
-        return torch.cat(parts_BTHK, 2).flatten(2), None, None, None
+        grad_BTE = torch.cat(parts_BTHK, 2).flatten(2)
+        of_x, of_weight = ctx.dtypes
+        grad_ED = grad_BTE.flatten(0, 1).t() @ x_BTD.flatten(0, 1)
+        return (grad_BTE @ weight_ED).to(of_x), grad_ED.to(of_weight), None, None, None
