@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenfeed.trainer.models import build, gpt
+from tokenfeed.trainer.models import build, gelu_products, gpt
 from tokenfeed.trainer.tasks import vocabulary_loss
 
 __all__ = ["REWRITES", "leave_out"]
@@ -40,10 +40,16 @@ def _former_product() -> None:
     vocabulary_loss.adds_in_fp32 = lambda sum_VD, left_VC: False
 
 
+def _former_gelu() -> None:
+    """GELU and its gradient are kernels of their own."""
+    gelu_products.can_fuse = lambda *_: False
+
+
 REWRITES: dict[str, Callable[[], None]] = {
     "heads": _former_heads,
     "softmax": _former_softmax,
     "head gradient": _former_product,
+    "GELU": _former_gelu,
 }
 
 

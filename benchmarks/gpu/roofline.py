@@ -185,6 +185,9 @@ def _kernel(node: Any) -> Kernels | None:
         if "attention" in name:
             return Kernels("gradient" if "backward" in name else "attention", 1, moved)
         operations = float(node.estimate_flops() or 0)
+        if "gelu" in name:
+            rows, weight = (each.get_size() for each in node.node.inputs[:2])
+            return Kernels("small", 1, moved, 2.0 * rows[0] * math.prod(weight))
         widest = max(node.node.get_size())
         return Kernels("large" if widest >= VOCABULARY else "small", 1, moved, operations)
     if not moved or _copies_attention(node):
@@ -251,15 +254,17 @@ def _copies_attention(node: Any) -> bool:
     )
 
 
-def block_of(size: Size) -> list[Kernels]:
-    """Return the kernels of a compiled block of this package."""
+def block_of(size: Size, *, fuses_gelu: bool = False) -> list[Kernels]:
+    """Return the kernels of a compiled block of this package. `fuses_gelu`: products apply GELU."""
     head = Head(kind="vocabulary", outputs=VOCABULARY, vocabulary_size=VOCABULARY)
 
     def make(rows: int) -> Any:
         model = Transformer(ModelSize(layers=1, width=size.width, heads=size.heads), head)
         micro_batch = MicroBatch.of_ids(torch.zeros(rows, ROW, dtype=torch.int64), causal=True)
         rotary = model.rotary(micro_batch.positions_BT, torch.bfloat16)
-        run: Any = torch.compile(model.blocks[0], dynamic=False)
+        block: Any = model.blocks[0]
+        block.fuses_gelu = fuses_gelu
+        run: Any = torch.compile(block, dynamic=False)
         x = torch.randn(rows, ROW, size.width, dtype=torch.bfloat16, requires_grad=True)
         return lambda: run(x, rotary, micro_batch.scope)
 
@@ -368,6 +373,8 @@ def main() -> None:
     add("nanochat", narrow, nanochat(narrow))
     loss = loss_of(GPT2)
     add("tokenfeed", GPT2, tokenfeed(GPT2, block_of(GPT2), loss))
+    fused = tokenfeed(GPT2, block_of(GPT2, fuses_gelu=True), loss)
+    add("tokenfeed, GELU in products that stay as fast", GPT2, fused)
     add("tokenfeed, tiny", TINY, tokenfeed(TINY, block_of(TINY), loss))
     leave_out(list(REWRITES))
     before = tokenfeed(GPT2, block_of(GPT2), loss, rewritten=False)

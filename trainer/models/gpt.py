@@ -160,6 +160,8 @@ class _Block(nn.Module):
 
     fused: ClassVar = {"attention_in": 3}
     """Layers that contain several matrices side by side: queries, keys and values."""
+    fuses_gelu = False
+    """Whether the kernels of products apply GELU: see `fuse_gelu`."""
 
     def __init__(self, size: ModelSize, dropout: float) -> None:
         super().__init__()
@@ -181,8 +183,15 @@ class _Block(nn.Module):
         seen: KeyValues | None = None,
     ) -> Tensor:
         x_BTD = x_BTD + self.dropout(self._attend(self.attention_norm(x_BTD), rotary, scope, seen))
-        hidden = F.gelu(self.feed_in(self.feed_norm(x_BTD)), approximate="tanh")
-        out_BTD: Tensor = x_BTD + self.dropout(self.feed_out(hidden))
+        out_BTD: Tensor = x_BTD + self.dropout(self._feed(self.feed_norm(x_BTD)))
+        return out_BTD
+
+    def _feed(self, x_BTD: Tensor) -> Tensor:
+        if self.fuses_gelu:
+            from tokenfeed.trainer.models.gelu_products import feed_forward
+
+            return feed_forward(x_BTD, self.feed_in.weight, self.feed_out.weight)
+        out_BTD: Tensor = self.feed_out(F.gelu(self.feed_in(x_BTD), approximate="tanh"))
         return out_BTD
 
     def _attend(

@@ -153,6 +153,11 @@ class Learner:
         """Compile the model for the shapes of some micro-batches, for training and evaluation,
         without training on them."""
         mode = None if self.config.compile is True else self.config.compile or None
+        if not self.config.shard_model:
+            from tokenfeed.trainer.models.gelu_products import fuse_gelu
+
+            tokens = max(shown.num_slots for shown in micro_batches)
+            fuse_gelu(self.model, tokens, self.precision.dtype)
         compile_model(self.model, mode)
         self.task.is_compiled, self.task.has_graphs = True, mode is not None
         shapes = [shown.ids_BT.shape for shown in (*micro_batches, *evaluated)]
