@@ -384,7 +384,11 @@ class ChatTemplate:
                 )
             stops = self.special.finditer(until, len(before))
             ends = (stop.end() for stop in stops if not until[stop.end() :].strip())
-            said.append((len(before), next(ends, len(until))))
+            end = next(ends, None)
+            if end is None:  # as in GLM, where the role of the next message ends this one
+                stop = self.special.match(text, len(until))
+                end = stop.end() if stop else len(until)
+            said.append((len(before), end))
         return said
 
     @functools.cached_property

@@ -319,6 +319,28 @@ def test_a_template_without_stop_token_is_counted() -> None:
     assert samples.counts["no_stop"].tolist() == [1]
 
 
+def test_the_role_of_the_next_message_stops_an_answer_without_a_stop_token() -> None:
+    """As in GLM, whose generation ends with the role token of a user or of a tool."""
+    source = (
+        "{% for m in messages %}{{ {'user': '<|im_start|>', 'tool': '<|im_end|>'}.get(m.role, "
+        "'<s>') + m.content }}{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
+    )
+    messages = [
+        {"role": role, "content": content}
+        for role, content in (
+            ("user", "how deep?"),
+            ("assistant", "call"),
+            ("tool", "7"),
+            ("assistant", "7 m"),
+            ("user", "thanks"),
+            ("assistant", "bye"),
+        )
+    ]
+    stops = [piece for piece in pieces_of(source, messages) if piece[0] == "stop"]
+    assert stops == [("stop", "<|im_end|>"), ("stop", "<|im_start|>")]
+    assert rendered(source, messages).counts[COUNTS.index("no_stop")] == 1
+
+
 def test_prompt_text_in_a_message_is_no_prompt() -> None:
     source = CHATML.replace("<|im_start|>", "### ").replace("<|im_end|>", "</s>")
     messages = [
