@@ -21,7 +21,7 @@ import importlib.util, json, sys, threading, time
 spec = importlib.util.spec_from_file_location("lines", sys.argv[1])
 lines = sys.modules["lines"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(lines)
-known, slept, marks, is_inside = 0.0, 0.0, [], False
+known, slept, marks, ends, is_inside = 0.0, 0.0, [], [], False
 
 def nap(seconds):
     began = time.perf_counter()
@@ -38,15 +38,16 @@ def evaluate():
     known += nap(0.01)
     is_inside = False
 
-def loop(steps):
-    for step in range(steps):
+def loop(count):
+    for _ in range(count):
         get_batch()
         nap(0.04)
         evaluate()
-        found.end_step()
+        ends.append(0)
+        found.look()
         marks.append((time.perf_counter(), slept))
 
-found = lines.HostLines(threading.get_ident(), lambda: is_inside, lambda: known)
+found = lines.HostLines(threading.get_ident(), lambda: is_inside, lambda: known, lambda: len(ends))
 loop(60)
 found.close()
 code = loop.__code__
@@ -94,26 +95,26 @@ def test_line_timer_agrees_with_stopwatch() -> None:
 
 
 def test_sampler_finds_the_loop_and_its_line() -> None:
-    steps = []
+    ends, result = list[int](), []
 
     def wait_for_batch() -> None:
         time.sleep(0.02)
 
     def loop() -> None:
-        found = HostLines(threading.get_ident(), lambda: False, lambda: 0.0)
-        for _ in range(40):
+        found = HostLines(threading.get_ident(), lambda: False, lambda: 0.0, lambda: len(ends))
+        for step in range(40):
             wait_for_batch()
             time.sleep(0.02)
-            found.end_step()
+            ends.append(step)
         time.sleep(0.3)  # after the last step
         found.close()
-        steps.append(found.lines())
+        result.extend(found.lines())
 
     thread = threading.Thread(target=loop)
     thread.start()
     thread.join()
     begin = loop.__code__.co_firstlineno
-    found = {(each.line - begin, each.calls) for each in steps[0]}
+    found = {(each.line - begin, each.calls) for each in result}
     assert found == {(3, "wait_for_batch"), (4, "")}
 
 
@@ -132,10 +133,12 @@ def test_line_timer_exists_only_with_monitoring(monkeypatch: pytest.MonkeyPatch)
 
         close = end_step
 
-    found = HostLines(threading.get_ident(), lambda: False, lambda: 0.0)
-    for _ in range(6):
+    ends = list[int]()
+    found = HostLines(threading.get_ident(), lambda: False, lambda: 0.0, lambda: len(ends))
+    for step in range(6):
         time.sleep(0.05)
-        found.end_step()
+        ends.append(step)
+        found.look()
     found.close()
     assert bool(made) is hasattr(sys, "monitoring")
 
@@ -143,16 +146,16 @@ def test_line_timer_exists_only_with_monitoring(monkeypatch: pytest.MonkeyPatch)
 def test_stacks_are_bounded() -> None:
     def loop() -> None: ...
 
-    sampler = Sampler(threading.get_ident(), lambda: False)
+    step = 0
+    sampler = Sampler(threading.get_ident(), lambda: False, lambda: step)
     sampler.close()
     for line in range(3_000):
         sampler.count(((loop.__code__, line),), False)
-        if line % 2:
-            sampler.keep()
-    assert len(sampler.samples) == 1_000
+        step += line % 2
+    assert len(sampler.kept()) == 1_000
     sampler.count(((loop.__code__, 0),), False)
-    sampler.keep()
-    assert sampler.samples[((loop.__code__, 0),), False] == 2, "known stacks still count"
+    step += 1
+    assert sampler.kept()[((loop.__code__, 0),), False] == 2, "known stacks still count"
     for line in range(3_000):
         sampler.count(((loop.__code__, line),), True)
     assert len(sampler.pending) <= 1_000, "also within a step"

@@ -4,9 +4,9 @@ On a CPU the host does the work itself, so time shows nothing about what it was 
 between the end of a step and the first forward pass is `other`, unless it is in a bracket.
 """
 
-import threading
 import weakref
 from collections.abc import Callable, MutableMapping
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,28 +24,28 @@ class ForwardWatch:
     def __init__(self, meter: "StallMeter") -> None:
         self._meter = weakref.ref(meter)
         weakref.finalize(meter, self.close).atexit = False
-        self._thread = threading.get_ident()
+        self._thread, self._hook = get_ident(), self._called
         self._hooks: MutableMapping[int, Any] = {}
         """Torch's table of hooks for all modules, from the first `wait` on."""
         self._number = -1
         """The place of the hook in this table."""
-        self._trained: Any = None
+        self._trained: Callable[[], Any] = bool
         """A weak reference to the module that began the latest step."""
         self._is_compiling: Callable[[], bool] = bool
         self._computes_gradients: Callable[[], bool] = bool
 
     def wait(self) -> None:
         """Wait for the next forward pass."""
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
         if self._number >= 0:
-            self._hooks[self._number] = self._called
+            self._hooks[self._number] = self._hook
             return
         import torch
         from torch.nn.modules.module import register_module_forward_pre_hook
 
         self._is_compiling = torch.compiler.is_dynamo_compiling
         self._computes_gradients = torch.is_grad_enabled
-        handle = register_module_forward_pre_hook(self._called)
+        handle = register_module_forward_pre_hook(self._hook)
         self._hooks, self._number = handle.hooks_dict_ref() or {}, handle.id
 
     def close(self) -> None:
@@ -56,14 +56,18 @@ class ForwardWatch:
         if self._is_compiling():
             return
         try:
-            if threading.get_ident() != self._thread or not self._computes_gradients():
+            if get_ident() != self._thread or not self._computes_gradients():
                 return
-            if self._trained is None or self._trained() is not module:
+            if self._trained() is not module:
                 if not any(weight.requires_grad for weight in module.parameters()):
                     return
                 self._trained = weakref.ref(module)
             meter = self._meter()
-            if meter is None or meter.begin_work():
-                self._hooks.pop(self._number, None)
+            if meter is not None:
+                if meter.phase != "before":
+                    return  # in a bracket
+                meter.end_segment("before")
+                meter.phase = "work"
+            self._hooks.pop(self._number, None)
         except Exception:  # no training fails by its meter
             self.close()

@@ -83,8 +83,6 @@ class Step:
     marks: int = 0
     is_usable: bool = True
     """False while a trace is on, and for the steps that the meter leaves out after a trace."""
-    is_warmup: bool = False
-    """Steps of the warm-up are not added to the accounts."""
     is_seen: bool = True
     """Whether a forward pass was seen. On a GPU always."""
     tokens: int = 0

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from tokenfeed.trainer.stall.causes import Cause
 from tokenfeed.trainer.stall.idle import UNUSUAL, Step
 
 if TYPE_CHECKING:
@@ -23,8 +24,12 @@ if TYPE_CHECKING:
     from tokenfeed.trainer.stall.traces import Tracer
 
 Phase = str
-"""The activity between two marks: a cause, `work`, `before` or `tracer`. `before` is the time on a
-CPU from the end of a step to the first forward pass. `tracer` belongs to nobody."""
+"""The activity between two marks: a cause, `work`, `before`, `since` or `tracer`. `before` is the
+time on a CPU from the end of a step to the first forward pass. `since` is such time, but work since
+a moment. `tracer` belongs to nobody."""
+
+End = tuple[int, float, int, int, bool, Cause | None]
+"""What ends a step: its number, size, tokens and slots, whether it is usable, and what to blame."""
 
 
 class Clock:
@@ -136,6 +141,18 @@ class EventClock(Clock):
         return statistics
 
 
+def _adder(links: deque[tuple[Any, float, Phase, bool, End | None]]) -> Callable[..., float]:
+    """Return `MarkChain.add` of a CPU: it runs several times in a step, with cold caches."""
+    append, now = links.append, time.perf_counter
+
+    def add(phase: Phase, end: End | None = None) -> float:
+        mark = now()
+        append((mark, mark, phase, False, end))
+        return mark
+
+    return add
+
+
 _LATE_SECONDS = 50e-6
 """If a gap is longer than its bracket by more than this, the rest was a copy. It is about the time
 between two launches of kernels."""
@@ -158,9 +175,11 @@ class MarkChain:
         self._mark = time.perf_counter if is_host else clock.mark
         self._passed, self.now = clock.passed, clock.now
         self._is_beside_host = clock.is_beside_host
-        self._links: deque[tuple[Any, float, Phase, bool, Step | None]] = deque()
+        self._links: deque[tuple[Any, float, Phase, bool, End | None]] = deque()
         """Each mark, the host time, the phase of its segment, whether the segment is proven ahead,
         and the step that it ends."""
+        self.add = _adder(self._links) if is_host else self._add
+        """End a segment of a phase with a mark; perhaps it ends a step. Return the host time."""
         self._queued = self._resolved = self._mark()
         self._resolved_at = self.now()
         self._rates = deque[float](maxlen=16)
@@ -169,15 +188,16 @@ class MarkChain:
         """Device time of the latest resolved mark, and the latest of all."""
         self._open()
 
-    def add(self, phase: Phase, step: Step | None = None) -> None:
-        """End a segment of this phase with a mark; perhaps it ends a step."""
+    def _add(self, phase: Phase, end: End | None = None) -> float:
         mark = self._mark()
-        if self._is_beside_host:
-            is_ahead, at = not self._passed(self._queued), self.now()
-        else:
-            is_ahead, at = False, mark
-        self._links.append((mark, at, phase, is_ahead, step))
+        is_ahead, at = self._is_beside_host and not self._passed(self._queued), self.now()
+        self._links.append((mark, at, phase, is_ahead, end))
         self._queued = mark
+        return at
+
+    def add_work(self, began: float) -> None:
+        """End a segment of `before`, which was work since a moment, with no forward pass yet."""
+        self._links.append((self._mark(), began, "since", False, None))
 
     def is_queue_empty(self) -> bool:
         """Return whether the device has passed the latest mark."""
@@ -187,7 +207,7 @@ class MarkChain:
         """Complete the steps whose marks the device has passed."""
         links, clock = self._links, self._clock
         while links and clock.passed(links[0][0]):
-            mark, at, phase, is_ahead, step = links.popleft()
+            mark, at, phase, is_ahead, end = links.popleft()
             self._device += clock.seconds(self._resolved, mark)
             # Marks on two streams may pass out of order. Device time then stays at the later value.
             seconds = max(0.0, self._device - self._latest)
@@ -199,6 +219,10 @@ class MarkChain:
                 self._ahead += seconds * is_ahead
             elif phase == "before":
                 self._before += seconds
+            elif phase == "since":
+                work = min(seconds, mark - at)
+                self._work += work
+                self._before += seconds - work
             elif phase != "tracer":
                 late = seconds - (at - self._resolved_at)
                 if phase == "data" and self._is_beside_host and late > _LATE_SECONDS:
@@ -206,7 +230,11 @@ class MarkChain:
                     seconds -= late
                 self._gaps[phase] = self._gaps.get(phase, 0.0) + seconds
             self._resolved, self._resolved_at = mark, at
-            if step is not None:
+            if end is not None:
+                number, size, tokens, slots, is_usable, blamed = end
+                step = Step(
+                    number, size, tokens=tokens, slots=slots, is_usable=is_usable, blamed=blamed
+                )
                 self._complete(step, is_seen=phase != "before")
 
     def _open(self) -> None:

@@ -147,6 +147,8 @@ class StallMeter:
         self._group: Any = None
         self._loader: Loader | None = None
         self._number = self._steps = self._tokens = self._slots = self._unseen = 0
+        self._next_read = 0
+        """The step after which the meter reads marks."""
         self._latest = deque[float](maxlen=_MOST_SECONDS)
         """Seconds of the steps since somebody asked."""
         self._samples = Samples()
@@ -155,7 +157,10 @@ class StallMeter:
         self._forward = None if clock.is_beside_host else ForwardWatch(self)
         self.phase: Phase = "before" if self._forward else "work"
         """The present activity of the loop."""
-        self._end_segment = self._tracing.mark if self._tracing else chain.add
+        self.end_segment = self._tracing.mark if self._tracing else chain.add
+        """End a segment of a phase with a mark, and return the host time. Hooks that run in each
+        step call this, and then set `phase`."""
+        self.add_work = chain.add_work
         self._waits = WaitFinder()
         self._collector = CollectorWatch(self)
         self._compiler = CompilerWatch(self)
@@ -191,19 +196,18 @@ class StallMeter:
     def begin(self, phase: Phase) -> Phase:
         """Start a block of any phase."""
         outer = self.phase
-        self._end_segment(outer)
-        self.phase = phase
+        self.leave(phase)
         return outer
 
-    def leave(self, outer: Phase) -> None:
-        """End a block."""
-        self._end_segment(self.phase)
-        self.phase = outer
+    def leave(self, phase: Phase) -> None:
+        """End a block: another phase begins, or goes on."""
+        self.end_segment(self.phase)
+        self.phase = phase
 
     def charge(self, name: Cause) -> None:
         """Charge the time since the previous mark to a cause, where a block is not possible."""
         _check_cause("charge", name)
-        self._end_segment(name)
+        self.end_segment(name)
 
     def step(self, tokens: int = 0, slots: int | None = None, size: float | None = None) -> None:
         """End a step. Call this after its last kernel was queued.
@@ -221,25 +225,31 @@ class StallMeter:
         if type(tokens) is not int or type(slots) is not int or not 0 <= tokens <= slots:
             tokens = _whole("tokens", tokens)
             slots = _whole("slots", slots, least=tokens)
-        number, tracing, phase = self._number, self._tracing, self.phase
-        step = Step(number, float(size or slots or 1), tokens=tokens, slots=slots)
-        step.is_warmup = number < self._warmup
+        self.end_step(tokens, slots, float(size or slots or 1))
+
+    def end_step(self, tokens: int, slots: int, size: float) -> float:
+        """End a step, whose numbers are known to be right. Return the host time."""
+        number, tracing = self._number, self._tracing
+        is_usable, blamed = True, None
         if tracing is not None:
-            step.is_usable = tracing.is_usable and not self._waits.is_on
+            is_usable = tracing.is_usable and not self._waits.is_on
         if self._allocator.is_on or self._compiler.is_blamed:
-            step.blamed = self._blamed()
+            blamed = self._blamed()
         self._number = number + 1
-        self._end_segment(phase, step)
-        if self._forward is not None and phase == "work":
+        now = self.end_segment(self.phase, (number, size, tokens, slots, is_usable, blamed))
+        if self._forward is not None and self.phase == "work":
             self.phase = "before"
             self._forward.wait()
         if tracing is not None:
             if self._waits.is_on:
                 self._waits.end_step()
             tracing.end_step(number, may_start=not self._waits.is_on)
-        if number % _STEPS_AT_ONCE == 0 or number in _EARLY_STEPS:
+        if number >= self._next_read:
+            later = (each for each in _EARLY_STEPS if each > number)
+            self._next_read = next(later, number + _STEPS_AT_ONCE)
             self._chain.resolve()
             self._compiler.attach()
+        return now
 
     def find_waits(self, steps: int = 1) -> None:
         """Find the lines that wait for a GPU during the next steps, which are not measured.
@@ -382,16 +392,9 @@ class StallMeter:
             return None
         return self.begin(cause)
 
-    def begin_work(self) -> bool:
-        """A forward pass begins on a CPU. Return whether it belongs to a step: not in a bracket."""
-        if self.phase != "before":
-            return False
-        self.begin("work")
-        return True
-
     def _add(self, step: Step) -> None:
         """Add a complete step to the accounts."""
-        if step.is_warmup:
+        if step.number < self._warmup:
             return
         self._accounts.add(step)
         self._steps += 1

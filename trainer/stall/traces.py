@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenfeed.trainer.stall.idle import PROVEN, UNUSUAL, Accounts, Step, TracedStep
-from tokenfeed.trainer.stall.marks import MarkChain, Phase
+from tokenfeed.trainer.stall.marks import End, MarkChain, Phase
 
 Array = npt.NDArray[np.float64]
 
@@ -291,13 +291,14 @@ class Tracing:
         """Whether no trace slows down the present step."""
         return not self.is_on and not self._recovering
 
-    def mark(self, phase: Phase, step: Step | None = None) -> None:
+    def mark(self, phase: Phase, end: End | None = None) -> float:
         """End a segment as `MarkChain.add` does, with a border if a trace is on."""
-        self._chain.add(phase, step)
+        now = self._chain.add(phase, end)
         if self.is_on:
             self._tracer.border()
-            self._labels.append((phase, None if step is None else step.number))
-            self._left -= step is not None
+            self._labels.append((phase, None if end is None else end[0]))
+            self._left -= end is not None
+        return now
 
     def end_step(self, number: int, *, may_start: bool) -> None:
         """Start or end a trace after a step, if it is time."""

@@ -68,25 +68,39 @@ class Sampler:
     Args:
         thread: The thread to read.
         is_inside: Returns whether a hook knows what the thread does now.
+        steps: Returns the number of steps so far.
     """
 
-    def __init__(self, thread: int, is_inside: Callable[[], bool]) -> None:
-        self._thread, self._is_inside = thread, is_inside
+    def __init__(
+        self, thread: int, is_inside: Callable[[], bool], steps: Callable[[], int]
+    ) -> None:
+        self._thread, self._is_inside, self._steps = thread, is_inside, steps
         self.pending: Counter[tuple[_Stack, bool]] = Counter()
-        """Samples of the present step."""
+        """Samples since the step below."""
+        self._step = 0
         self.samples: Counter[tuple[_Stack, bool]] = Counter()
+        self._lock = threading.Lock()
         self._end = threading.Event()
         threading.Thread(target=self._run, daemon=True, name="tokenfeed-stall").start()
 
     def count(self, stack: _Stack, is_known: bool) -> None:
         """Count a sample of the present step."""
-        _add(self.pending, (stack, is_known), 1)
+        with self._lock:
+            self._keep()
+            _add(self.pending, (stack, is_known), 1)
 
-    def keep(self) -> None:
-        """End a step: samples after the last step do not count."""
-        pending, self.pending = self.pending, Counter()
-        for key, count in pending.items():
-            _add(self.samples, key, count)
+    def kept(self) -> Counter[tuple[_Stack, bool]]:
+        """Return the samples up to the latest step: those after the last step do not count."""
+        with self._lock:
+            self._keep()
+            return Counter(self.samples)
+
+    def _keep(self) -> None:
+        if (step := self._steps()) != self._step:
+            self._step = step
+            for key, count in self.pending.items():
+                _add(self.samples, key, count)
+            self.pending.clear()
 
     def close(self) -> None:
         """Stop the thread."""
@@ -95,23 +109,24 @@ class Sampler:
     def loop(self) -> tuple[int, CodeType] | None:
         """Return the deepest function that is in nearly all samples, and its depth."""
         depths: Counter[tuple[int, CodeType]] = Counter()
-        for (stack, _), count in self.samples.items():
+        samples = self.kept()
+        for (stack, _), count in samples.items():
             depths.update({(depth, code): count for depth, (code, _) in enumerate(stack)})
-        least = _LOOP_SHARE * self.samples.total()
+        least = _LOOP_SHARE * samples.total()
         return max((key for key, n in depths.items() if n >= least), key=_depth, default=None)
 
     def lines(self) -> dict[tuple[int, str], float]:
         """Return the loop's lines outside of work and causes with what they call, by their share
         of the samples."""
-        loop, found = self.loop(), Counter[tuple[int, str]]()
+        loop, samples, found = self.loop(), self.kept(), Counter[tuple[int, str]]()
         if loop is None:
             return {}
         depth, code = loop
-        for (stack, is_known), count in self.samples.items():
+        for (stack, is_known), count in samples.items():
             if not is_known and len(stack) > depth and stack[depth][0] is code:
                 below = stack[depth + 1][0].co_name if len(stack) > depth + 1 else ""
                 found[stack[depth][1], below] += count
-        total = self.samples.total()
+        total = samples.total()
         return {key: count / total for key, count in found.most_common()}
 
     def _run(self) -> None:
@@ -228,31 +243,35 @@ class HostLines:
         thread: The thread to read.
         is_inside: Returns whether a hook knows what the thread does now.
         known: Returns the seconds that belong to causes so far.
+        steps: Returns the number of steps so far.
     """
 
     def __init__(
-        self, thread: int, is_inside: Callable[[], bool], known: Callable[[], float]
+        self,
+        thread: int,
+        is_inside: Callable[[], bool],
+        known: Callable[[], float],
+        steps: Callable[[], int],
     ) -> None:
-        self._sampler, self._known = Sampler(thread, is_inside), known
+        self._sampler, self._known = Sampler(thread, is_inside, steps), known
         self._timer: LineTimer | None = None
-        self._steps = 0
+        self._steps = steps
         self._next: float = 0 if hasattr(sys, "monitoring") else math.inf
         """The step after which a line timer starts."""
         self._timed: dict[CodeType, list[tuple[float, Mapping[int, float]]]] = {}
 
-    def end_step(self) -> None:
-        """End a step of the training thread."""
-        self._steps += 1
-        if self._sampler.pending:
-            self._sampler.keep()
+    def look(self) -> bool:
+        """After a step of the training thread, time its lines or end that. Return whether this must
+        be called after the next step, too."""
         if self._timer is not None:
             self._timer.end_step()
             if len(self._timer.steps) >= _TIMED_STEPS:
                 self._end_timer(self._timer)
-        elif self._steps >= self._next and self._sampler.samples.total() >= _FIRST_TIMED:
-            self._next, loop = self._steps + _EVERY_STEPS, self._sampler.loop()
+        elif self._steps() >= self._next and self._sampler.kept().total() >= _FIRST_TIMED:
+            self._next, loop = self._steps() + _EVERY_STEPS, self._sampler.loop()
             timer = LineTimer(loop[1], self._known) if loop else None
             self._timer = timer if timer and timer.start() else None
+        return self._timer is not None
 
     def close(self) -> None:
         """Stop the thread and the timer."""

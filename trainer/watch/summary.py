@@ -62,14 +62,17 @@ class Run:
     children: int = 0
     """Processes that `mp.spawn` started."""
     parts: defaultdict[Cause, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds by cause since the latest step, without data."""
+    """Seconds of blocks by cause since the latest step, without data."""
     sites: dict[Cause, defaultdict[Site, float]] = field(default_factory=dict)
     """Seconds by cause and by source line, since the first step."""
-    data_seconds: float = 0.0
-    data_before: float = 0.0
+    known: float = 0.0
+    """Seconds in blocks so far."""
+    known_before: float = 0.0
     """The same at the latest step."""
+    other_seconds: float = 0.0
+    """Seconds in blocks that are not data."""
     lines: list[Line] = field(default_factory=list)
-    ideal_marks: list[tuple[float, float, float]] = field(default_factory=list)
+    ideal_marks: list[tuple[float, float]] = field(default_factory=list)
     ideal_steps: int = 0
     missing: list[int] = field(default_factory=list)
     """Ranks that left no reading."""
@@ -79,23 +82,12 @@ class Run:
 
     def spent(self, cause: Cause, seconds: float, site: Site | None) -> None:
         """Count a block of time."""
-        if cause == "data":
-            self.data_seconds += seconds
-        else:
+        self.known += seconds
+        if cause != "data":
+            self.other_seconds += seconds
             self.parts[cause] += seconds
         if site is not None and site.places:
             self.sites.setdefault(cause, defaultdict(float))[site] += seconds
-
-    def end_step(self, now: float) -> None:
-        """Count a step."""
-        self.steps += 1
-        self.last = now
-        if self.steps == 1:
-            self.first = now
-            self.sites.clear()
-        self.data_before = self.data_seconds
-        if self.parts:
-            self.parts.clear()
 
     def restart(self) -> None:
         """Count steps anew."""
@@ -104,13 +96,14 @@ class Run:
     def times(self, measured: float) -> RunTimes:
         """Return the parts of the whole run."""
         now = self.ended or time.perf_counter()
+        data = max(0.0, self.known - self.known_before - sum(self.parts.values()))
         before, steps = self.first - self.began, self.last - self.first
         return RunTimes(
             total=now - self.began,
             before=before,
             warmup=max(0.0, steps - measured),
             after=now - self.last,
-            after_by_cause={**self.parts, "data": self.data_seconds - self.data_before},
+            after_by_cause={**self.parts, "data": data},
             finished=bool(self.ended),
         )
 
@@ -166,15 +159,11 @@ class Run:
         """Compare steps with the loader and steps with replayed batches."""
         if not self.ideal_steps:
             return ""
-        if not self.data_seconds:
+        if not self.known > self.other_seconds:
             return "no batch of a DataLoader was seen, so none was replayed"
         seconds = []
-        for (began, known, data), (ended, known_later, data_later) in (
-            self.ideal_marks[:2],
-            self.ideal_marks[2:],
-        ):
-            others = (known_later - known) - (data_later - data)
-            seconds.append((ended - began - others) / self.ideal_steps)
+        for (began, others), (ended, more) in (self.ideal_marks[:2], self.ideal_marks[2:]):
+            seconds.append((ended - began - (more - others)) / self.ideal_steps)
         with_loader, replayed = seconds
         gain = gain_words(max(0.0, with_loader / replayed - 1)).removeprefix("up to ")
         return (

@@ -33,6 +33,9 @@ _BACKWARDS = 16
 """Without an optimizer of torch, backward passes count as steps after this many."""
 _SNAPSHOT_S = 60.0
 """Seconds between two snapshots of the report."""
+_LOOK_STEPS, _LOOK_S = 16, 1.0
+"""Most steps between two looks at what need not be done after each step, while these take less than
+a second."""
 _KEPT_BATCHES = 8
 """Batches that an ideal loader replays."""
 _MOST_BETWEEN = 8
@@ -139,12 +142,10 @@ class Watch:
         self._evaluation: _Block | None = None
         self._fetch = _Block("data")
         """The block of the batch that is fetched. There is one at a time, and one in each step."""
-        self._known = 0.0
-        """Seconds in blocks so far."""
         self._in_mode = False
         self._leader: Callable[[], Any] = _nothing
         """A weak reference to the optimizer whose steps count."""
-        self._leading: _Optimizer | None = None
+        self._leading: Any = None
         """The same optimizer as it is known here."""
         self._followers: list[_Optimizer] = []
         """Others that have stepped since its latest step."""
@@ -160,7 +161,10 @@ class Watch:
         """The type of the latest batch that was no mapping."""
         self._kept: list[Any] = []
         self._lines: HostLines | None = None
-        self._next_snapshot = 0.0
+        self._next_snapshot = self._looked = 0.0
+        """When the next snapshot is due, and when `_look` was called."""
+        self._next_look = 1
+        """The step after which it is called."""
 
     def __enter__(self) -> "Watch":
         self.start()
@@ -244,22 +248,37 @@ class Watch:
         self.is_compiling = torch.compiler.is_dynamo_compiling
         fetch, make = dataloader._BaseDataLoaderIter.__next__, dataloader.DataLoader.__init__
         train, update = torch.nn.Module.train, torch.amp.GradScaler.update
-        zero_grad = torch.optim.Optimizer.zero_grad
+        zero_grad, now = torch.optim.Optimizer.zero_grad, time.perf_counter
         backward, start = torch.autograd.backward, spawning.start_processes
 
         @functools.wraps(fetch)
         def next_batch(iterator: Any) -> Any:
-            is_special = watch._inside is not None or watch._ideal  # a call takes microseconds
-            if is_special and (kept := watch._before_fetch(iterator)) is not None:
-                return kept
-            if watch._inside is not None or not watch._begin_fetch():
+            # It runs in each step, with cold caches: a further call would take microseconds.
+            meter, block = watch._meter, watch._fetch
+            if meter is None or watch._inside is not None or not watch.is_on or watch._ideal:
+                return watch._fetch_apart(fetch, iterator)
+            if watch.thread != get_ident():
                 return fetch(iterator)
+            try:
+                block.outer = outer = meter.phase
+                block.began = began = meter.end_segment(outer)
+                meter.phase, watch._inside = "data", block
+            except Exception as error:
+                watch._failed(error)
             try:
                 batch = fetch(iterator)
             except BaseException:
-                watch.leave(watch._fetch)
+                watch.leave(block)
                 raise
-            watch._fetched(iterator, batch)
+            try:
+                if watch._inside is block:
+                    ended = meter.end_segment("data")
+                    meter.phase, watch._inside = outer, None
+                    watch.run.known += ended - began
+                if type(batch) is not watch._plain or watch._fetching() is not iterator:
+                    watch._look_at(iterator, batch)
+            except Exception as error:
+                watch._failed(error)
             return batch
 
         @functools.wraps(make)
@@ -279,14 +298,13 @@ class Watch:
 
         @functools.wraps(zero_grad)
         def zero(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            meter, outer = watch._meter, None
-            if meter is not None and meter.phase == "before" and watch.thread == get_ident():
-                outer = meter.begin("work")  # time on a CPU shows nothing about its use
+            began, meter = now(), watch._meter
             try:
                 zero_grad(optimizer, *args, **kwargs)
             finally:
-                if meter is not None and outer is not None:
-                    meter.leave(outer)
+                # Time on a CPU shows nothing about its use.
+                if meter is not None and meter.phase == "before" and watch.thread == get_ident():
+                    meter.add_work(began)
 
         @functools.wraps(update)
         def update_scale(scaler: Any, *args: Any, **kwargs: Any) -> None:
@@ -358,30 +376,43 @@ class Watch:
         self._inside = None
         if block.meter is not None and block.meter is self._meter:
             block.meter.leave(block.outer)
-        seconds = time.perf_counter() - block.began
-        self._known += seconds
-        self.run.spent(block.cause, seconds, block.site)
+        self.run.spent(block.cause, time.perf_counter() - block.began, block.site)
         if block.is_pause:
             self._evaluation = self.enter("evaluation")
 
-    @_guarded
     def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        is_led = self._leader() is optimizer
-        known = self._leading if is_led else self._trained.get(optimizer) or self._met(optimizer)
-        if known is None or (known.is_subclass and _is_nested(optimizer, sys._getframe(2))):
+        # torch.compile may trace this. It must end here, before it calls anything else.
+        if self.is_compiling() or not self.is_on:
             return
-        self._calls_since_update += 1
-        # A step is a step of one optimizer, the leader: no other one steps twice between its steps.
-        if not is_led and (known.steps or self._leader() is None):
-            self._leader, self._leading, is_led = weakref.ref(optimizer), known, True
+        if self.thread != get_ident() and self.thread is not None:
+            return
+        try:
+            is_led = self._leader() is optimizer and not self._leading.is_subclass
+            if not is_led and not self._leads(optimizer, sys._getframe(1)):
+                return
+            self._calls_since_update += 1
+            while self._followers:
+                self._followers.pop().steps = 0
+            self._end_step()
+        except Exception as error:
+            self._failed(error)
+
+    def _leads(self, optimizer: Any, caller: FrameType) -> bool:
+        """Return whether a step of this optimizer ends a step of the loop. Only those of one do,
+        the leader: no other one steps twice between its steps."""
+        known = self._trained.get(optimizer) or self._met(optimizer)
+        if known is None or (known.is_subclass and _is_nested(optimizer, caller)):
+            return False
+        if self._leader() is optimizer:
+            return True
+        if known.steps or self._leader() is None:
+            self._leader, self._leading = weakref.ref(optimizer), known
             self.run.leader = known.number
-        if not is_led:
-            known.steps += 1
-            self._followers.append(known)
-            return
-        while self._followers:
-            self._followers.pop().steps = 0
-        self._end_step()
+            return True
+        known.steps += 1
+        self._followers.append(known)
+        self._calls_since_update += 1
+        return False
 
     def _met(self, optimizer: Any) -> "_Optimizer | None":
         """Remember an optimizer at its first step. Return None if it has no parameters."""
@@ -455,34 +486,22 @@ class Watch:
             return None
         return self._kept[self.run.steps % len(self._kept)]
 
-    def _begin_fetch(self) -> bool:
-        """Begin a block of data. It runs in each step, so it has no further calls for the guard."""
-        if not self.is_on or (self.thread != get_ident() and self.thread is not None):
-            return False
+    def _fetch_apart(self, fetch: Callable[[Any], Any], iterator: Any) -> Any:
+        """Fetch a batch before the first step, in a block, or with an ideal loader."""
+        if (kept := self._before_fetch(iterator)) is not None:
+            return kept
+        block = self.enter("data")
         try:
-            block = self._fetch
-            block.meter = meter = self._meter
-            if meter is not None:
-                block.outer = meter.begin("data")
-            block.began = time.perf_counter()
-            self._inside = block
-        except Exception as error:
-            self._failed(error)
-        return self.is_on
+            batch = fetch(iterator)
+        finally:
+            self.leave(block)
+        if block is not None and self._meter is not None:
+            self._look_at(iterator, batch)
+        return batch
 
-    def _fetched(self, iterator: Any, batch: Any) -> None:
-        """End it, and look at a batch that is not like the one before."""
-        if not self.is_on:
-            return
-        try:
-            self._leave(self._fetch)
-            is_known = type(batch) is self._plain and self._fetching() is iterator
-            if self._meter is not None and not (is_known and not self._ideal):
-                self._look_at(iterator, batch)
-        except Exception as error:
-            self._failed(error)
-
+    @_guarded
     def _look_at(self, iterator: Any, batch: Any) -> None:
+        """Look at a batch that is not like the one before."""
         source = getattr(iterator, "_dataset", None)
         self._fetching = weakref.ref(iterator)
         if source is not self._training:
@@ -512,26 +531,45 @@ class Watch:
             self._meter.close()
             self.run.restart()
         self.thread = get_ident()
-        self._meter = StallMeter(device, skipped_steps=self._warmup)
+        self._meter = self._fetch.meter = StallMeter(device, skipped_steps=self._warmup)
         self._summary.begin(self.torch)
         if self._lines is not None:
             self._lines.close()
-        self._lines = HostLines(self.thread, lambda: self._inside is not None, lambda: self._known)
-        self._next_snapshot = time.perf_counter() + _SNAPSHOT_S
+        run = self.run
+        self._lines = HostLines(
+            self.thread, lambda: self._inside is not None, lambda: run.known, lambda: run.steps
+        )
+        self._next_snapshot, self._next_look = time.perf_counter() + _SNAPSHOT_S, 1
 
     def _end_step(self) -> None:
         if self._inside is not None:
             self.leave(self._inside)
-        self._meter.step(self._tokens, max(self._tokens, self._slots))
-        self._tokens = self._slots = 0
-        self._iterator = self._fetching
-        run, now = self.run, time.perf_counter()
-        run.end_step(now)
-        if self._lines is not None:
-            self._lines.end_step()
+        run, tokens, slots = self.run, 0, 0
+        if self._slots:
+            tokens, slots = self._tokens, max(self._tokens, self._slots)
+            self._tokens = self._slots = 0
+        run.last = self._meter.end_step(tokens, slots, slots or 1.0)
+        self._iterator, run.known_before = self._fetching, run.known
+        run.steps += 1
+        if run.parts:
+            run.parts.clear()
+        if run.steps >= self._next_look:
+            self._look(run)
+
+    def _look(self, run: Run) -> None:
+        """Do what need not be done after each step."""
+        now = run.last
+        if run.steps == 1:
+            run.first = now
+            run.sites.clear()
+        is_timing = self._lines is not None and self._lines.look()
         if self._out is not None and now > self._next_snapshot:
             self._next_snapshot = now + _SNAPSHOT_S
             self._summary.write_snapshot(self._meter)
+        is_rare = not (is_timing or self._ideal) and now - self._looked < _LOOK_S
+        self._looked, self._next_look = now, run.steps + (_LOOK_STEPS if is_rare else 1)
+        if self._limits is not None:
+            self._next_look = min(self._next_look, self._limits[1])
         if self._limits is not None and run.steps >= self._limits[1]:
             self.finish(f"step {run.steps}")
         elif self._ideal:
@@ -544,7 +582,7 @@ class Watch:
         if run.steps in (begin, middle, middle + self._warmup, end):
             if self.torch.cuda.is_initialized():
                 self.torch.cuda.synchronize()
-            run.ideal_marks.append((time.perf_counter(), self._known, run.data_seconds))
+            run.ideal_marks.append((time.perf_counter(), run.other_seconds))
         if run.steps == middle:
             run.report = self._meter.report()
         if run.steps == end:
