@@ -12,11 +12,12 @@ seconds, and short traces at regular times show the busy seconds:
 Traces are a sample of a speed that changes. Between two traces the speed may have changed at any
 moment, so half of the interval is
 
-    1.2 * sqrt(sum over pieces of (change of the ratio * shape of the steps in between)^2)
+    sqrt(sum over pieces of (change of the ratio * shape of the steps in between)^2)
 
-A piece is the time between two traces. More errors are added as squares: the spread of the steps
-within a trace, 0.3 % of busy for traced durations with 0.1 us per kernel for the measured pause
-between kernels, unusual steps, and 5 % of busy for the time long after the last trace.
+A piece is the time between two traces. More errors are added as squares: 1.6 standard deviations of
+the steps within a trace and of left-out steps, 0.3 % of busy for traced durations with 0.1 us per
+kernel for the measured pause between kernels, unusual steps, and 5 % of busy for the time long
+after the last trace.
 
 A step is proven ahead if the device had not reached its start when its end was queued: then the
 host was late nowhere in the step. An unusual step takes 15 % longer than its neighbours: a step
@@ -24,7 +25,8 @@ with more kernels and a step in which the host stopped look alike, so only trace
 show which share of the extra time is work.
 
 Steps after a trace are left out, since the trace has taken the lead of the host. Neighbours stand
-for them, mostly those on the side whose sizes are like theirs.
+for them, mostly those on the side whose sizes are like theirs. How well neighbours stand for a
+block of steps is seen at the other steps.
 
 Memory is bounded: each 1,024 steps are folded into sums for each piece.
 """
@@ -50,6 +52,8 @@ _REACH = 12
 """Number of neighbours on each side of a step that show what is usual there."""
 _STAND_INS = 16
 """Number of neighbours on each side that stand for a step that is left out."""
+_DEVIATIONS = 1.6
+"""Standard deviations of what is sampled that are half of an interval."""
 _LONE = 0.05
 """Share by which busy seconds may be wrong long after the last trace."""
 _SYSTEMATIC = 0.003
@@ -137,10 +141,10 @@ class Accounts:
     Example:
         A run of 100 steps of 10 ms has two traces, in which a step is busy for 7 ms and then for
         8 ms. No step is proven ahead. Then 250 ms are idle. Half of the interval is about
-        1.2 * 100 steps * 1 ms = 120 ms.
+        100 steps * 1 ms = 100 ms.
     """
 
-    def __init__(self, mark_seconds: float = 13e-6, factor: float = 1.2) -> None:
+    def __init__(self, mark_seconds: float = 13e-6, factor: float = 1.0) -> None:
         self._mark_seconds, self._factor = mark_seconds, factor
         self.slower = 0.0
         """Share by which steps were slower after the first trace; it widens the interval."""
@@ -156,12 +160,14 @@ class Accounts:
         self._gaps = np.zeros((len(CAUSES), 3))
         """Seconds by cause: of all steps, and of usable steps, which stand for others too; and the
         number of the latter."""
+        self._guessed = 0.0
+        """Variance of the seconds of left-out steps, given those that stand for them."""
 
     def add(self, step: Step) -> None:
         """Add a step. Numbers must grow."""
         self._recent.append(step)
         if len(self._recent) >= _FOLD_AT:
-            self._sums, self._extra, self._gaps = self._totals()
+            self._sums, self._extra, self._gaps, self._guessed = self._totals()
             self._recent = []
 
     def add_trace(self, steps: list[TracedStep]) -> None:
@@ -173,7 +179,7 @@ class Accounts:
 
     def read(self) -> Idle:
         """Return the idle seconds of all steps so far."""
-        sums, extra, gaps = self._totals()
+        sums, extra, gaps, guessed = self._totals()
         whole = sums.sum(0)
         # Gaps of most steps are those of the usable steps. Rare gaps are known of all steps.
         is_usual = 2 * gaps[:, 2] > whole[:, 0].sum()
@@ -181,16 +187,23 @@ class Accounts:
         is_measured = bool(self._times) and bool(whole[:, 0].any())
         unproven = float(whole[0, 1] - whole[0, 2])
         inside = self._inside(sums, extra) if is_measured else (0.0, 0.0, unproven)
+        seconds = float(whole[:, 1].sum() + outside.sum())
+        if is_measured:
+            likely, least, most = inside
+            # More seconds are more idle seconds, of a longer time.
+            left = _DEVIATIONS * guessed**0.5 * (1 - (outside.sum() + likely) / seconds)
+            least = likely - _length(likely - least, left)
+            inside = likely, least, likely + _length(most - likely, left)
         return Idle(
-            seconds=float(whole[:, 1].sum() + outside.sum()),
+            seconds=seconds,
             gaps={c: float(each) for c, each in zip(CAUSES, outside, strict=True) if each},
             inside=inside,
             inside_causes=self._split(inside[0]),
             is_inside_measured=is_measured,
         )
 
-    def _totals(self) -> tuple[Array, Array, Array]:
-        """Return `_sums`, `_extra` and `_gaps` with the recent steps."""
+    def _totals(self) -> tuple[Array, Array, Array, float]:
+        """Return `_sums`, `_extra`, `_gaps` and `_guessed` with the recent steps."""
         sums, extra, gaps = self._sums.copy(), self._extra.copy(), self._gaps.copy()
         steps = [step for step in self._recent if step.is_usable]
         weights = self._weights()
@@ -203,7 +216,7 @@ class Accounts:
                 weight = weights[[*at]]
                 gaps[place] += sum(seconds), weight @ seconds, weight.sum()
         if not steps:
-            return sums, extra, gaps
+            return sums, extra, gaps, self._guessed
         weights = weights[weights > 0]
         number, size, work, ahead, marks, outside = np.array(
             [(s.number, s.size, s.work, s.ahead, s.marks, sum(s.gaps.values())) for s in steps]
@@ -220,7 +233,7 @@ class Accounts:
         odd = work > UNUSUAL * level
         bins = np.clip(np.searchsorted(_BINS, (work / level)[odd]), 1, len(_BINS) - 1)
         np.add.at(extra, (is_ahead[odd], bins), (weights * (work - level))[odd])
-        return sums, extra, gaps
+        return sums, extra, gaps, self._guessed + self._variance(steps)
 
     def _weights(self) -> Array:
         """Return how many steps each recent step stands for: 0 if it is left out, 1 for itself,
@@ -248,7 +261,33 @@ class Accounts:
             np.add.at(added, first, share)
             np.add.at(added, last, -share)
         weights[usable] += np.cumsum(added)[:-1]
+        # In all, they have the sizes of the steps that they stand for.
+        around = sizes[usable] - sizes[usable].mean()
+        if spread := float(around @ around):
+            weights[usable] += (sizes.sum() - weights @ sizes) / spread * around
         return weights
+
+    def _variance(self, steps: list[Step]) -> float:
+        """Return the variance of the seconds of left-out steps, given those that stand for them.
+
+        It is seen at usable steps: how well do neighbours stand for a block of them?
+        """
+        is_left = np.array([not step.is_usable for step in self._recent])
+        blocks, count = np.count_nonzero(np.diff(is_left, prepend=False) & is_left), len(steps)
+        length = round(is_left.sum() / max(1, blocks))
+        side = min(_STAND_INS, (count - length) // 2)
+        if not length or side < 1:
+            return 0.0
+        usual = [c for c in CAUSES if 2 * sum(c in step.gaps for step in steps) > count]
+        seconds = np.array([s.work + sum(s.gaps.get(c, 0.0) for c in usual) for s in steps])
+        sizes = np.array([step.size for step in steps])
+        if spread := float(sizes.var()):
+            seconds = seconds - np.mean((sizes - sizes.mean()) * seconds) / spread * sizes
+        sums = np.concatenate([[0.0], np.cumsum(seconds)])
+        at = np.arange(side, count - length - side + 1)
+        block = sums[at + length] - sums[at]
+        near = sums[at] - sums[at - side] + sums[at + length + side] - sums[at + length]
+        return float(blocks * np.mean((block - length * near / (2 * side)) ** 2))
 
     def _inside(self, sums: Array, extra: Array) -> tuple[float, float, float]:
         """Return the idle seconds inside the work: likely, least, most."""
@@ -274,7 +313,7 @@ class Accounts:
         kernels = _column(self._traced, "kernels").mean()
         half = _length(
             self._change(shape, ratios),
-            spread * shape.sum(),
+            _DEVIATIONS * spread * shape.sum(),
             _SYSTEMATIC * busy.sum() + _PAUSE_ERROR * kernels * steps.sum(),
         )
         idle, room = (work - busy).sum() - likely, (work if is_exposed else work - ahead).sum()
