@@ -2,27 +2,26 @@
 
 A slice has columns without padding, in the dtype of the shards. `padding` widens and pads them at
 once. Masks, positions and labels are made when they are first used, from the padded columns, the
-lengths, and the slots where documents begin. That code is the same on the CPU and on a device, but
-for masks and labels: on the CPU numpy makes them in half of the time. Nothing synchronises with the
-device, because the host knows every shape. Torch is imported for the first batch: a worker makes
-none.
+lengths, and the slots where documents begin. On the CPU numpy makes masks, labels and positions in
+half of the time. Nothing synchronises with the device, because the host knows every shape. Torch is
+imported for the first batch: a worker makes none.
 
 Shapes: B sequences, T padded length, P pieces, S segments.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import numpy as np
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.padding import (
+    Fills,
     host_mask,
-    mask_to_fill,
     pad_on_device,
     pad_on_host,
     widened,
@@ -36,7 +35,6 @@ from tokenfeed.pipeline.windows.rank_slice import (
     SEGMENTS,
     TARGETS,
     RankSlice,
-    between,
 )
 
 if TYPE_CHECKING:
@@ -47,6 +45,8 @@ ATTENTION_MASK, POSITION_IDS, SEQ_IDX = "attention_mask", "position_ids", "seq_i
 _ENDS, _LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
 _USE_CACHE = "use_cache"
 _OF_PACKED = (POSITION_IDS, *_ENDS, *_LONGEST, SEQ_IDX, _USE_CACHE)
+
+_NONE = np.empty(0, np.int32)
 
 Tensors = dict[str, Any]
 """Tensors by name."""
@@ -60,6 +60,38 @@ class BatchForm:
     """Id that fills the padding of `input_ids`."""
     ignore_index: int = IGNORED
     """Value of `Batch.targets` where no loss counts."""
+
+
+class _Common(NamedTuple):
+    """What all batches of a slice have in common."""
+
+    keys: tuple[str, ...]
+    """Keys of a batch."""
+    kept: tuple[str, ...]
+    """Columns that are kept for the user."""
+    is_packed: bool
+    is_next: bool
+    """Whether the target of a slot is the label of the next slot."""
+    form: BatchForm
+
+
+class _Part(NamedTuple):
+    """What belongs to one micro-batch of a slice."""
+
+    sequences: slice
+    pieces: slice
+    tokens: slice
+    segments: slice | None
+    shape: tuple[int, int]
+    """(B, T)."""
+    num_slots: int
+    is_full: bool
+    """Whether it has no padding."""
+    is_filler: bool
+    num_tokens: int
+    """0 for a filler, as `num_targets`."""
+    num_targets: int
+    ends_step: bool
 
 
 class Batch(Mapping[str, Any]):
@@ -95,31 +127,43 @@ class Batch(Mapping[str, Any]):
     float32, 0 on padding. `**batch` does not pass these columns, because models do not take them.
     """
 
-    def __init__(self, made: RankSlice, number: int, form: BatchForm) -> None:
-        """Begin micro-batch `number` of a slice without columns, for `make_batch` to fill.
+    def __init__(self, made: RankSlice, part: _Part, common: _Common) -> None:
+        """Copy all but the columns of a micro-batch. `make_batches` adds the columns.
 
         `_tensors` are the columns and the keys made so far. `_inputs` are what other keys are made
         from when they are used.
         """
-        self._made, self._number, self._form = made, number, form
+        pieces = part.pieces
+        self._common, self._shape, self._is_full = common, part.shape, part.is_full
         self._tensors: Tensors = {}
         self._inputs: Tensors = {}
         self._targets: Any = None
-        self._is_packed = made.segments is not None
-        self._keys, self._kept = _names(tuple(made.columns), self._is_packed)
-        self._pieces = between(made.piece_offsets, number)
-        self.lengths: np.ndarray = made.sequence_lengths[between(made.batch_offsets, number)]
+        self._starts = None if made.starts is None else made.starts[pieces].copy()
+        self._segments = _NONE
+        if made.segments is not None:
+            self._segments = made.segments[part.segments].copy()
+        self._sequence_offsets = None
+        if (offsets := made.sequence_offsets) is not None:
+            first, end = part.sequences.start, part.sequences.stop
+            self._sequence_offsets = offsets[first : end + 1] - pieces.start
+        self.lengths: np.ndarray = made.sequence_lengths[part.sequences].copy()
         """Tokens of each sequence, numpy, [B]."""
-        self._shape = len(self.lengths), int(made.padded_lengths[number])
-        self.num_slots = self._shape[0] * self._shape[1]
+        self.rows: np.ndarray = made.rows[pieces].copy()
+        """Number of the row of each piece, over all sources, numpy, [P] int64; without packing P =
+        B."""
+        self.piece_lengths: np.ndarray = made.piece_lengths[pieces].copy()
+        """Tokens of each piece, numpy, [P]; without `Packed.begin_token`."""
+        self.num_slots = part.num_slots
         """Number of slots, B times T: tokens and padding."""
-        self._is_full = made.num_tokens(number) == self.num_slots
-        self.is_filler = bool(made.is_filler[number])
+        self.is_filler = part.is_filler
         """Whether this repeats a sequence of another rank, so that all ranks have a batch."""
-        self.num_tokens = 0 if self.is_filler else made.num_tokens(number)
+        self.num_tokens = part.num_tokens
         """Number of tokens; 0 for a filler."""
-        self.num_targets = 0 if self.is_filler else int(made.num_targets[number])
+        self.num_targets = part.num_targets
         """Number of labels that a loss counts; 0 for a filler."""
+        self.ends_step = part.ends_step
+        """Whether this is the last micro-batch of a step of this rank: call the optimizer now. The
+        step has the same rows on any number of ranks."""
 
     @overload
     def __getitem__(  # type: ignore[overload-overlap]
@@ -129,7 +173,7 @@ class Batch(Mapping[str, Any]):
     def __getitem__(self, key: str) -> "torch.Tensor": ...
     def __getitem__(self, key: str) -> Any:
         if key not in self._tensors:
-            if key not in self._keys:
+            if key not in self._common.keys:
                 raise KeyError(key)
             if key in _ENDS:
                 return self.cu_seqlens
@@ -142,8 +186,8 @@ class Batch(Mapping[str, Any]):
         return self._tensors[key]
 
     def __getattr__(self, name: str) -> Any:
-        made = self.__dict__  # empty while a copy is being made
-        keys = (*made.get("_keys", ()), *made.get("_kept", ()))
+        common = self.__dict__.get("_common")  # None while a copy is being made
+        keys = (*common.keys, *common.kept) if common else ()
         if name in keys:
             return self[name]
         raise AttributeError(
@@ -151,15 +195,14 @@ class Batch(Mapping[str, Any]):
         )
 
     def __contains__(self, key: object) -> bool:
-        return (
-            key in self._keys or key in self._kept
-        )  # the default of Mapping would build the tensor
+        # the default of Mapping would build the tensor
+        return key in self._common.keys or key in self._common.kept
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
+        return iter(self._common.keys)
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._common.keys)
 
     def __repr__(self) -> str:
         rows, length = self._shape
@@ -219,43 +262,21 @@ class Batch(Mapping[str, Any]):
         classification and regression: the labels.
         """
         if self._targets is None:
-            is_next = TARGETS not in self._made.columns and ROW_TARGETS not in self._inputs
-            self._targets = _targets(self[TARGETS], self._form.ignore_index, is_next=is_next)
+            form, is_next = self._common.form, self._common.is_next
+            self._targets = _targets(self[TARGETS], form.ignore_index, is_next=is_next)
         targets: torch.Tensor = self._targets
         return targets
 
     @property
-    def ends_step(self) -> bool:
-        """Whether this is the last micro-batch of a step of this rank: call the optimizer now. The
-        step has the same rows on any number of ranks."""
-        return bool(self._made.steps[self._number])
-
-    @property
-    def rows(self) -> np.ndarray:
-        """Number of the row of each piece, over all sources, numpy, [P] int64; without packing P =
-        B."""
-        return self._made.rows[self._pieces]
-
-    @property
-    def piece_lengths(self) -> np.ndarray:
-        """Tokens of each piece, numpy, [P]; without `Packed.begin_token`."""
-        return self._made.piece_lengths[self._pieces]
-
-    @property
     def starts(self) -> np.ndarray:
         """First token of each piece in its row, numpy, [P]: 0 unless the row was cut."""
-        starts = self._made.starts
-        return np.zeros(len(self.rows), np.int64) if starts is None else starts[self._pieces]
+        return np.zeros(len(self.rows), np.int64) if self._starts is None else self._starts
 
     @property
     def sequence_offsets(self) -> np.ndarray:
         """Where each sequence begins among the pieces, numpy, [B + 1]."""
-        offsets, first = self._made.sequence_offsets, self._pieces.start
-        if offsets is None:
-            return np.arange(len(self.lengths) + 1)
-        begin, end = self._made.batch_offsets[self._number : self._number + 2]
-        found: np.ndarray = offsets[begin : end + 1] - first
-        return found
+        offsets = self._sequence_offsets
+        return np.arange(len(self.lengths) + 1) if offsets is None else offsets
 
     @property
     def cu_seqlens(self) -> "torch.Tensor":
@@ -273,13 +294,10 @@ class Batch(Mapping[str, Any]):
     def max_seqlen(self) -> int:
         """Packed batches: tokens of the longest segment."""
         self._check_packed("max_seqlen")
-        segments, offsets = self._made.segments, self._made.segment_offsets
-        assert segments is not None
-        assert offsets is not None
-        return int(np.diff(segments[between(offsets, self._number)]).max())
+        return int(np.diff(self._segments).max())
 
     def _check_packed(self, name: str) -> None:
-        if not self._is_packed:
+        if not self._common.is_packed:
             raise ConfigError(
                 f"`{name}`: only packed batches have this attribute; here every row is a single "
                 "document. Use `attention_mask`, or make the loader with `batching=Packed(...)`."
@@ -320,9 +338,9 @@ class Batch(Mapping[str, Any]):
         if self._is_full:
             labels = ids.clone()
         else:
-            mask = self._mask() if self._is_packed else self[ATTENTION_MASK]
+            mask = self._mask() if self._common.is_packed else self[ATTENTION_MASK]
             labels = torch.where(mask, ids, IGNORED)
-        if self._is_packed:
+        if self._common.is_packed:
             labels.view(-1).index_fill_(0, self._inputs[SEGMENTS][:-1].long(), IGNORED)
         else:
             labels[:, 0] = IGNORED
@@ -336,7 +354,7 @@ class Batch(Mapping[str, Any]):
             return labels
         if not self._is_full:
             np.copyto(labels, IGNORED, where=~host_mask(self.lengths, self._shape[1]))
-        if self._is_packed:
+        if self._common.is_packed:
             labels.reshape(-1)[self._inputs[SEGMENTS].numpy()[:-1]] = IGNORED
         else:
             labels[:, 0] = IGNORED
@@ -346,6 +364,10 @@ class Batch(Mapping[str, Any]):
         """Return a running total of 1, which goes back to 0 where a segment begins."""
         import torch
 
+        if LENGTHS not in self._inputs:  # on the CPU: in half of the time
+            positions = np.arange(self.num_slots)
+            positions -= np.repeat(self._segments[:-1], np.diff(self._segments))
+            return torch.from_numpy(positions.reshape(self._shape))
         segments = self._inputs[SEGMENTS]
         steps = torch.ones(self.num_slots, dtype=torch.int64, device=segments.device)
         steps[:1].zero_()  # an index would copy a number from the host, and wait
@@ -372,58 +394,75 @@ _MAKERS: dict[str, Callable[[Batch], Any]] = {
 """What makes each key that is no column."""
 
 
-def make_batch(
-    made: RankSlice,
-    kept: RankSlice,
-    number: int,
-    form: BatchForm,
-    device: "torch.device | None" = None,
-) -> Batch:
-    """Copy, widen and pad micro-batch `number` of a slice.
+def make_batches(
+    made: RankSlice, form: BatchForm, device: "torch.device | None" = None
+) -> Iterator[tuple[Batch, Round]]:
+    """Yield all micro-batches of a slice, and their rounds. Each is copied, widened and padded.
 
     Args:
-        made: The slice, maybe in a buffer that is written again later.
-        kept: `made` without columns, for the batch.
-        number: Number of the micro-batch.
+        made: The slice, maybe in a buffer that is written again after the last micro-batch.
         form: How values are represented.
         device: Device to copy to on the current stream; None for the CPU.
     """
     import torch
 
-    batch, columns = Batch(kept, number, form), made.columns_of(number)
-    (_, length), lengths, inputs = batch._shape, batch.lengths, batch._inputs
-    fills = {name: _in_padding(name, values, form) for name, values in columns.items()}
-    with _trainable():
-        sources = made.inputs_of(number)
-        if device is None:
-            del sources[LENGTHS]  # the host has them
-        inputs |= {name: _copied(values, device) for name, values in sources.items()}
-        if device is None:
-            filled = mask_to_fill(lengths, length, is_full=batch._is_full)
-            padded = pad_on_host(columns, fills, lengths, length, filled)
-            tensors: Tensors = {name: torch.from_numpy(array) for name, array in padded.items()}
-            mask = None if filled is None else torch.from_numpy(filled)
-        else:
-            mask = None
-            if not batch._is_full:
-                mask = torch.arange(length, device=device) < inputs[LENGTHS][:, None]
-            copies = {name: _copied(values, device) for name, values in columns.items()}
-            tensors = pad_on_device(copies, fills, inputs[LENGTHS], batch._shape, mask)
-        if mask is not None and not batch._is_packed:
-            tensors[ATTENTION_MASK] = mask
-        if IS_IGNORED in tensors:
-            inputs[IS_IGNORED] = tensors.pop(IS_IGNORED)
-        if batch.is_filler and TARGETS in tensors:
-            tensors[TARGETS].fill_(fills[TARGETS])
-    batch._tensors = tensors
-    return batch
+    common, fills = _common(made, form), _in_padding(made.columns, form)
+    for part, done in zip(_parts(made), made.rounds(), strict=True):
+        batch = Batch(made, part, common)
+        inputs, lengths, shape = batch._inputs, batch.lengths, part.shape
+        columns = {name: values[part.tokens] for name, values in made.columns.items()}
+        with _trainable():
+            if made.row_targets is not None:
+                inputs[ROW_TARGETS] = _copied(made.row_targets[part.pieces], device)
+            if device is None:
+                if common.is_packed:
+                    inputs[SEGMENTS] = torch.from_numpy(batch._segments)
+                padded, filled = pad_on_host(columns, fills, lengths, shape)
+                tensors: Tensors = {name: torch.from_numpy(each) for name, each in padded.items()}
+                mask = None if filled is None else torch.from_numpy(filled)
+            else:
+                if made.segments is not None:
+                    inputs[SEGMENTS] = _copied(made.segments[part.segments], device)
+                inputs[LENGTHS] = _copied(made.sequence_lengths[part.sequences], device)
+                mask = None
+                if not part.is_full:
+                    mask = torch.arange(shape[1], device=device) < inputs[LENGTHS][:, None]
+                copies = {name: _copied(values, device) for name, values in columns.items()}
+                tensors = pad_on_device(copies, fills, inputs[LENGTHS], shape, mask)
+            if mask is not None and not common.is_packed:
+                tensors[ATTENTION_MASK] = mask
+            if IS_IGNORED in tensors:
+                inputs[IS_IGNORED] = tensors.pop(IS_IGNORED)
+            if part.is_filler and TARGETS in tensors:
+                tensors[TARGETS].fill_(fills[TARGETS])
+        batch._tensors = tensors
+        yield batch, done
 
 
-def make_batches(made: RankSlice, form: BatchForm) -> Iterator[tuple[Batch, Round]]:
-    """Yield all micro-batches of a slice on the CPU, and their rounds."""
-    kept = made.without_columns()
-    for number in range(made.num_batches):
-        yield make_batch(made, kept, number, form), made.round(number)
+def _parts(made: RankSlice) -> Iterator[_Part]:
+    """Yield what belongs to each micro-batch. To read a list takes a tenth of the time of reading
+    numbers of arrays one by one."""
+    rows, tokens = np.diff(made.batch_offsets), np.diff(made.token_offsets)
+    slots, is_real = rows * made.padded_lengths, ~made.is_filler
+    segments = made.segment_offsets
+    return map(
+        _Part,
+        _ranges(made.batch_offsets),
+        _ranges(made.piece_offsets),
+        _ranges(made.token_offsets),
+        itertools.repeat(None) if segments is None else _ranges(segments),
+        zip(rows.tolist(), made.padded_lengths.tolist(), strict=True),
+        slots.tolist(),
+        (tokens == slots).tolist(),
+        made.is_filler.tolist(),
+        (tokens * is_real).tolist(),
+        (made.num_targets * is_real).tolist(),
+        made.steps.astype(np.bool_).tolist(),
+    )
+
+
+def _ranges(offsets: np.ndarray) -> Iterator[slice]:
+    return itertools.starmap(slice, itertools.pairwise(offsets.tolist()))
 
 
 def _copied(array: np.ndarray, device: "torch.device | None") -> "torch.Tensor":
@@ -435,11 +474,15 @@ def _copied(array: np.ndarray, device: "torch.device | None") -> "torch.Tensor":
     return torch.from_numpy(array).to(device, non_blocking=True)
 
 
-def _in_padding(column: str, values: np.ndarray, form: BatchForm) -> float:
-    """Return the value of a column in padding."""
-    if column == TARGETS:
-        return no_target(is_float=values.dtype.kind == "f")
-    return {INPUT_IDS: form.pad_id, IS_IGNORED: True}.get(column, 0)
+def _in_padding(columns: dict[str, np.ndarray], form: BatchForm) -> Fills:
+    """Return the value of each column in padding."""
+    fills: Fills = dict.fromkeys(columns, 0)  # integers: a float would change a dtype
+    fills[INPUT_IDS] = form.pad_id
+    if IS_IGNORED in columns:
+        fills[IS_IGNORED] = True
+    if TARGETS in columns:
+        fills[TARGETS] = no_target(is_float=columns[TARGETS].dtype.kind == "f")
+    return fills
 
 
 def _trainable() -> Any:
@@ -462,10 +505,19 @@ def _targets(labels: Any, ignore_index: int, *, is_next: bool) -> Any:
         return moved.masked_fill_(moved == IGNORED, ignore_index)
 
 
-@cache
-def _names(columns: tuple[str, ...], is_packed: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the keys of a batch, and its kept columns."""
-    columns = tuple(name for name in columns if name != IS_IGNORED)
-    inputs = (name for name in columns if role_of(name) == "input")
-    where = _OF_PACKED if is_packed else (ATTENTION_MASK,)
-    return (INPUT_IDS, *where, *inputs, TARGETS), tuple(filter(is_kept, columns))
+def _common(made: RankSlice, form: BatchForm) -> _Common:
+    """Return what the batches of a slice have in common."""
+    columns = [name for name in made.columns if name != IS_IGNORED]
+    is_packed = made.segments is not None
+    return _Common(
+        keys=(
+            INPUT_IDS,
+            *(_OF_PACKED if is_packed else (ATTENTION_MASK,)),
+            *(name for name in columns if role_of(name) == "input"),
+            TARGETS,
+        ),
+        kept=tuple(filter(is_kept, columns)),
+        is_packed=is_packed,
+        is_next=TARGETS not in columns and made.row_targets is None,
+        form=form,
+    )

@@ -348,9 +348,7 @@ class ShardLoader:
         while left:
             if delivered.position.epoch > epoch:
                 raise ConfigError(f"`step`={step}: epoch {epoch} has {step - left:,} steps.")
-            made = make(delivered.position)
-            for number in range(made.num_batches):
-                done = made.round(number)
+            for done in make(delivered.position).rounds():
                 delivered = delivered.after(done)
                 left -= done.steps > 0
                 if not left:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 
+_INT64 = np.dtype(np.int64)
 _TABLE_LENGTH = 256  # longer masks are as quick to compare as to look up
 _FEW_ROWS = 16  # copied one by one: quicker than to make a mask and to fill through it
 
@@ -24,42 +25,35 @@ Fills = dict[str, float]
 
 
 def pad_on_host(
-    columns: dict[str, np.ndarray],
-    fills: Fills,
-    lengths: np.ndarray,
-    length: int,
-    mask: np.ndarray | None,
-) -> dict[str, np.ndarray]:
+    columns: dict[str, np.ndarray], fills: Fills, lengths: np.ndarray, shape: tuple[int, int]
+) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
     """Return columns of N values as arrays [B, T]: integers as int64, other values as they are.
 
     Args:
         columns: Columns with one value per token, shape (N,) each.
         fills: Value of each column in padding.
         lengths: Tokens of each sequence, shape (B,), int32.
-        length: T.
-        mask: `mask_to_fill` of the lengths.
+        shape: (B, T).
+
+    Returns:
+        The arrays; and `host_mask` if they were filled through it, else None.
     """
-    shape, padded = (len(lengths), length), {}
+    padded, mask = {}, None
     for name, values in columns.items():
-        dtype = np.dtype(np.int64) if values.dtype.kind in "iu" else values.dtype
+        dtype = _INT64 if values.dtype.kind in "iu" else values.dtype
         if len(values) == shape[0] * shape[1]:
             padded[name] = values.astype(dtype).reshape(shape)
-            continue
-        if mask is not None:
+        elif shape[0] > _FEW_ROWS:
+            mask = host_mask(lengths, shape[1]) if mask is None else mask
             padded[name] = made = np.full(shape, fills[name], dtype)
             made[mask] = values
-            continue
-        padded[name], start = np.empty(shape, dtype), 0
-        for row, size in zip(padded[name], lengths.tolist(), strict=True):
-            row[:size] = values[start : start + size]
-            row[size:] = fills[name]
-            start += size
-    return padded
-
-
-def mask_to_fill(lengths: np.ndarray, length: int, *, is_full: bool) -> np.ndarray | None:
-    """Return the mask through which `pad_on_host` fills; None if it needs none."""
-    return None if is_full or len(lengths) <= _FEW_ROWS else host_mask(lengths, length)
+        else:
+            padded[name], start = np.empty(shape, dtype), 0
+            for row, size in zip(padded[name], lengths.tolist(), strict=True):
+                row[:size] = values[start : start + size]
+                row[size:] = fills[name]
+                start += size
+    return padded, mask
 
 
 def host_mask(lengths: np.ndarray, length: int) -> np.ndarray:

@@ -21,13 +21,13 @@ import mmap
 import os
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 
 import numpy as np
 import torch
 
-from tokenfeed.pipeline.feeding.batch import Batch, BatchForm, make_batch
+from tokenfeed.pipeline.feeding.batch import Batch, BatchForm, make_batches
 from tokenfeed.pipeline.feeding.devices import cuda, page_lock, page_unlock
 from tokenfeed.pipeline.feeding.stats import Counters
 from tokenfeed.pipeline.feeding.window_source import COPIES_AHEAD, Lease, WindowSource
@@ -114,13 +114,13 @@ class CopyStream:
             with contextlib.suppress(RuntimeError):
                 self.stream.synchronize()
 
-    def make(self, made: RankSlice, kept: RankSlice, number: int, form: BatchForm) -> Batch:
-        """Queue the copies and kernels of a batch."""
+    def make(self, batches: Iterator[tuple[Batch, Round]]) -> tuple[Batch, Round] | None:
+        """Queue the copies and kernels of the next batch. Return None if there is none."""
         # Copied ahead: a batch queued while the caller evaluates may be trained on.
         with torch.inference_mode(False), cuda.stream(self.stream):
-            batch = make_batch(made, kept, number, form, self.device)
-            batch[TARGETS]
-            return batch
+            if made := next(batches, None):
+                made[0][TARGETS]
+            return made
 
     def hand_over(self, batch: Batch, ready: torch.Event) -> None:
         """Make the compute stream wait for a batch, and record the stream's use of the tensors."""
@@ -165,12 +165,11 @@ def copy_ahead(
                 while ahead:
                     yield hand_over()
                 raise
-            made, kept = lease.rank_slice, lease.rank_slice.without_columns()
-            for number in range(made.num_batches):
-                batch = copies.make(made, kept, number, form)
+            batches = make_batches(lease.rank_slice, form, copies.device)
+            while made := copies.make(batches):
                 ready = copies.stream.record_event()
-                ahead.append((batch, made.round(number), ready))
-                if number + 1 == made.num_batches:
+                ahead.append((*made, ready))
+                if made[1].ends_window:
                     used.append((lease, ready))
                 if len(ahead) > prefetch:
                     yield hand_over()

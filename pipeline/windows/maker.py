@@ -102,10 +102,14 @@ class WindowMaker:
             rounds = with_fillers(rounds, at)
             digest, tokens = np.insert(digest, at, 0), np.insert(tokens, at, 0, axis=0)
         mine = _pick(planned, rounds)
+        if mine is not planned:
+            numbers, lengths = window.numbers.take(mine.rows), mine.lengths
         if self.row_map is not None:
             rows, name_of = np.unique(mine.rows), self.reader.name_of_row
             window = self.row_map.apply(window, rows, epoch, nth, name_of)
-        of_rounds = {
+        known = {
+            "rows": numbers,
+            "piece_lengths": lengths,
             "is_filler": rounds.filler,
             "positions": rounds.ends,
             "steps": rounds.steps,
@@ -113,7 +117,7 @@ class WindowMaker:
             "source_tokens": tokens,
             "left_out": np.array(left_out),
         }
-        return self._slice(window, mine, batching, self._rule_of(number), of_rounds)
+        return self._slice(window, mine, batching, self._rule_of(number), known)
 
     def _slice(
         self,
@@ -121,7 +125,7 @@ class WindowMaker:
         mine: WindowPlan,
         batching: Batching,
         rule: TargetRule | None,
-        of_rounds: dict[str, np.ndarray],
+        known: dict[str, np.ndarray],
     ) -> RankSlice:
         """Copy and pad the micro-batches of this rank.
 
@@ -130,9 +134,9 @@ class WindowMaker:
             mine: The micro-batches of this rank, in the order of its rounds.
             batching: The policy of the window.
             rule: Which tokens of conversations are targets; None: all.
-            of_rounds: The fields of the slice with what belongs to rounds.
+            known: Fields of the slice: rows and lengths of its pieces, and what belongs to rounds.
         """
-        rows, lengths, begin = mine.rows, mine.lengths, batching.begin_token
+        lengths, begin = known["piece_lengths"], batching.begin_token
         columns, row_targets = self._targets(window, mine.cut, rule, has_begin=begin is not None)
         columns = {name: take(of, mine.cut.offsets, mine.pieces) for name, of in columns.items()}
         held = lengths
@@ -154,7 +158,7 @@ class WindowMaker:
         pieces = batches if sequences is None else sequences[batches]
         tokens = offsets_of(np.add.reduceat(sizes, batches[:-1], dtype=np.int64))
         if row_targets is not None:
-            row_targets = row_targets[rows]
+            row_targets = row_targets[mine.rows]
             num_targets = _counts(is_target(row_targets), pieces)
         elif TARGETS in columns:
             num_targets = _counts(is_target(columns[TARGETS]), tokens)
@@ -164,8 +168,6 @@ class WindowMaker:
             num_targets = np.diff(tokens) - np.diff(pieces)
         return RankSlice(
             columns=columns,
-            rows=window.numbers.take(rows),
-            piece_lengths=lengths,
             starts=mine.starts,
             row_targets=row_targets,
             sequence_lengths=sizes.astype(np.int32, copy=False),
@@ -177,7 +179,7 @@ class WindowMaker:
             num_targets=num_targets,
             segments=segments,
             segment_offsets=segment_offsets,
-            **of_rounds,
+            **known,
         )
 
     def _targets(

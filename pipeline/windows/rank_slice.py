@@ -15,7 +15,7 @@ Torch-free. Sizes: N tokens, P pieces, S sequences, M micro-batches (one per rou
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from math import prod
 from typing import Self
 
@@ -89,42 +89,19 @@ class RankSlice:
         """Number of micro-batches of this slice."""
         return len(self.padded_lengths)
 
-    def num_tokens(self, number: int) -> int:
-        """Return the tokens of a micro-batch, also of a filler."""
-        return int(self.token_offsets[number + 1] - self.token_offsets[number])
-
-    def columns_of(self, number: int) -> dict[str, np.ndarray]:
-        """Return the columns of a micro-batch, as views."""
-        tokens = between(self.token_offsets, number)
-        return {name: values[tokens] for name, values in self.columns.items()}
-
-    def inputs_of(self, number: int) -> dict[str, np.ndarray]:
-        """Return what a batch is made from besides its columns, as views: `LENGTHS`, and `SEGMENTS`
-        and `ROW_TARGETS` if the slice has them."""
-        found = {LENGTHS: self.sequence_lengths[between(self.batch_offsets, number)]}
-        if self.segments is not None and self.segment_offsets is not None:
-            found[SEGMENTS] = self.segments[between(self.segment_offsets, number)]
-        if self.row_targets is not None:
-            found[ROW_TARGETS] = self.row_targets[between(self.piece_offsets, number)]
-        return found
-
-    def round(self, number: int) -> Round:
-        """Return the round of a micro-batch, over all ranks."""
-        is_last = number + 1 == self.num_batches
-        return Round(
-            int(self.positions[number]),
-            is_last,
-            int(self.digests[number]),
-            tuple(self.source_tokens[number].tolist()),
-            int(self.steps[number]),
-            tuple(self.left_out.tolist()) if is_last else (0, 0),
+    def rounds(self) -> list[Round]:
+        """Return the round of each micro-batch, over all ranks."""
+        before = self.num_batches - 1
+        made = map(
+            Round,
+            self.positions.tolist(),
+            [*[False] * before, True],
+            self.digests.tolist(),
+            map(tuple, self.source_tokens.tolist()),
+            self.steps.tolist(),
+            [*[(0, 0)] * before, tuple(self.left_out.tolist())],
         )
-
-    def without_columns(self) -> Self:
-        """Return a copy that needs no buffer. Its columns have names and dtypes, but no values."""
-        copies = {name: array.copy() for name, array in self._arrays() if _COLUMN not in name}
-        columns = {name: np.empty(0, values.dtype) for name, values in self.columns.items()}
-        return replace(self, columns=columns, **copies)
+        return list(made)
 
     @property
     def num_bytes(self) -> int:

@@ -106,7 +106,7 @@ def test_a_copy_that_no_event_covers_is_waited_for(
         cuda.marks.clear()
         raise error
 
-    monkeypatch.setattr(transfer, "make_batch", fail)
+    monkeypatch.setattr(transfer, "make_batches", fail)
     with pytest.raises(type(error)):
         list(islice(loader, 200))
     assert cuda.marks.index("wait") < cuda.marks.index("unregister")

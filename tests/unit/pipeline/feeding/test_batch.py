@@ -14,7 +14,7 @@ from support.data_sets import Span, plan_in_memory, random_rows, spans_of
 
 from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.feeding.batch import Batch, BatchForm, make_batch, make_batches
+from tokenfeed.pipeline.feeding.batch import Batch, BatchForm, make_batches
 from tokenfeed.pipeline.format.kinds import TargetRule
 from tokenfeed.pipeline.format.schema import IGNORED, KINDS, RESERVED_NAMES, Rows, Task
 from tokenfeed.pipeline.planning.batching import deal_rounds, plan_window
@@ -61,8 +61,8 @@ class Case:
     def batches(self, device: str = "host", form: BatchForm = FORM) -> list[Batch]:
         """The batches of the rank. The device "cpu" is built as any device is."""
         made, _ = self.buffered()
-        kept, place = made.without_columns(), None if device == "host" else torch.device(device)
-        return [make_batch(made, kept, n, form, place) for n in range(made.num_batches)]
+        place = None if device == "host" else torch.device(device)
+        return [batch for batch, _ in make_batches(made, form, place)]
 
     @property
     def begins(self) -> bool:

@@ -48,11 +48,11 @@ def deliver(
     yield delivered
     while delivered.position < (epochs, 0, 0):
         rank_slice = WindowMaker(delivered.plan, reader, rank, world_size).make(delivered.position)
-        for number in range(rank_slice.num_batches):
+        for each in rank_slice.rounds():
             if rounds is not None and done >= rounds:
                 return
             done += 1
-            delivered = delivered.after(rank_slice.round(number))
+            delivered = delivered.after(each)
             yield delivered
 
 
@@ -171,7 +171,7 @@ def test_tokens_of_every_source_are_those_of_the_manifest_at_the_end_of_an_epoch
                 pieces = between(one.piece_offsets, number)
                 source = one.rows[pieces] >= plan.row_ends[0]
                 tokens += np.bincount(source, one.piece_lengths[pieces], 2).astype(np.int64)
-            assert all(one.round(number).tokens == tuple(tokens.tolist()) for one in ranks)
+            assert all(one.rounds()[number].tokens == tuple(tokens.tolist()) for one in ranks)
             counted += tokens
     assert tuple(counted.tolist()) == plan.epoch_tokens
     done = whole_epoch(plan, reader, world_size=world_size)
