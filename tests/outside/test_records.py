@@ -1,13 +1,21 @@
-"""Which records are used: `--max-record N` takes N bytes and refuses one more, in each format."""
+"""Which records are used, and what of them: sizes, labels, ids, joined fields, and limits."""
 
+import contextlib
+import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support.commands import call
+from tokenizers import Tokenizer
 
 import tokenfeed
+from tokenfeed.pipeline.errors import CorpusError
+from tokenfeed.tools import shards
 
 LIMIT = 10_000
 
@@ -57,3 +65,100 @@ def test_a_file_of_the_largest_size_is_used_and_a_larger_one_is_not(
         tmp_path / "in", tmp_path / "out", tokenizer=tokenizer, max_record="10KB", validation=0
     )
     assert [Path(reject["file"]).name for reject in made.rejects] == [f"{LIMIT + 1:06}.txt"]
+
+
+def made_of(rows: list[dict[str, Any]], out: Path, tokenizer: Path, **words: Any) -> Any:
+    words = {"tokenizer": tokenizer, "validation": 0} | words
+    return tokenfeed.pretokenize(rows, out, **words)
+
+
+def rejects_of(made: Any) -> list[tuple[int, str]]:
+    return [(reject["record"], reject["reason"].split(", expected")[0]) for reject in made.rejects]
+
+
+def test_labels_are_names_or_whole_numbers_from_0(tmp_path: Path, tokenizer: Path) -> None:
+    labels: list[Any] = [True, False, "true", -1, 1.5, None, "", "no"]
+    rows = [{"text": "a word", "label": label} for label in labels]
+    made = made_of(rows, tmp_path / "names", tokenizer, task="classify")
+    assert [number for number, _ in rejects_of(made)] == [3, 4, 5, 6]
+    assert set(made.manifest.label_names) == {"true", "false", "no"}
+    numbers = [{"text": "a word", "label": label} for label in (0, 2, -1, 1)]
+    made = made_of(numbers, tmp_path / "numbers", tokenizer, task="classify")
+    assert rejects_of(made) == [(2, "field `label` is -1")]
+    assert len(made.manifest.label_names) == 3
+
+
+def test_values_in_a_joined_field_are_written_as_in_json(tmp_path: Path, tokenizer: Path) -> None:
+    values: list[Any] = ["x", True, 1, 1.5, 1e30, None, "é"]
+    made = made_of(
+        [{"a": value, "b": {"c": [value]}} for value in values],
+        tmp_path / "out",
+        tokenizer,
+        field={"text": "{a}|{b.c[0]}"},
+    )
+    written = ["x", "true", "1", "1.5", "1e+30", "", "é"]
+    expected = [f"{each}|{each}" for each in written]
+    assert [row["text"] for row in rows_of(tmp_path / "out")] == expected
+    assert made.rejects == []
+
+
+def test_a_column_keeps_its_kind_beside_a_text_made_of_it(tmp_path: Path, tokenizer: Path) -> None:
+    rows = [{"prompt": "why", "answer": "so"}, {"prompt": 1, "answer": "so"}]
+    made = made_of(
+        rows,
+        tmp_path / "out",
+        tokenizer,
+        task="complete",
+        field={"prompt": "prompt", "completion": "{prompt}: {answer}"},
+    )
+    assert [number for number, _ in rejects_of(made)] == [1]
+    assert [row["text"] for row in rows_of(tmp_path / "out")] == ["whywhy: so"]
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 2])
+def test_as_many_rejects_as_allowed_are_no_error(
+    allowed: int, tmp_path: Path, tokenizer: Path
+) -> None:
+    rows = [{"text": "a word"}, {"text": 1}, {"text": None}, {"text": "more"}]
+    with contextlib.ExitStack() as stack:
+        if allowed < 2:
+            stack.enter_context(pytest.raises(CorpusError, match="text"))
+        made = made_of(rows, tmp_path / "out", tokenizer, max_rejects=allowed)
+        assert len(made.rejects) == 2
+
+
+def test_an_id_has_to_be_below_the_size_of_the_vocabulary(tmp_path: Path, tokenizer: Path) -> None:
+    size = Tokenizer.from_file(str(tokenizer)).get_vocab_size()
+    rows = [{"input_ids": [0, last]} for last in (size - 1, size, -1)]
+    made = made_of(rows, tmp_path / "out", tokenizer, task="ids")
+    assert [number for number, _ in rejects_of(made)] == [1, 2]
+    (shard,) = (tmp_path / "out/train").glob("*.arrow")
+    table = pa.ipc.open_file(shard).read_all()
+    assert table["input_ids"].to_pylist() == [[0, size - 1]]
+
+
+def test_of_equal_texts_a_limit_takes_the_first(tmp_path: Path, tokenizer: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for name, records in (("a", 3), ("b", 5)):
+        lines = [*(f'{{"text": "{name} {n}"}}' for n in range(records)), '{"text": "same"}']
+        (tmp_path / f"in/{name}.jsonl").write_text("\n".join(lines[::-1] if name == "b" else lines))
+    kept = []
+    for most in range(1, 11):
+        tokenfeed.pretokenize(
+            tmp_path / "in", out := tmp_path / str(most), tokenizer=tokenizer, limit=most
+        )
+        rows = rows_of(out)
+        kept.append({(row["file"], row["record"]) for row in rows})
+        assert len(kept[-1]) == most
+    assert all(before < after for before, after in pairwise(kept))
+    first = next(rows for rows in kept if any(is_same(row) for row in rows))
+    assert [Path(file).name for file, record in first if is_same((file, record))] == ["a.jsonl"]
+
+
+def is_same(row: tuple[str, int]) -> bool:
+    return (Path(row[0]).name, row[1]) in {("a.jsonl", 3), ("b.jsonl", 0)}
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    said = call(shards.main, "cat", folder, "--rows", 100, "--json").stdout
+    return [json.loads(line) for line in said.splitlines()]
