@@ -89,6 +89,7 @@ OPTIONS: dict[str, tuple[str, Any, int, dict[str, Any]]] = {
     "windows in file order": ("documents", Padded(256), 2, {"shuffle": False}),
     "rows in file order": ("documents", Padded(256), 1, {"order": "file"}),
     "packed rows in file order": ("documents", Packed(64, 4, split=True), 1, {"order": "file"}),
+    "packed pieces in file order": ("documents", Packed(64, 4), 1, {"order": "file"}),
     "another seed": ("documents", Padded(256), 2, {"seed": 7}),
     "two epochs": ("documents", Padded(256), 2, {"epochs": 2}),
     "one window": ("documents", Padded(256), 2, ONE_WINDOW),
