@@ -12,6 +12,8 @@ ShardLoader delivered from shards. Measured for steps of 64 k to 4 M tokens:
     again        pairs of rows of one batch that meet again in the next epoch, and whole batches
     labels       variance of two classes within a batch over the binomial, where length goes with
                  the class
+    met          record batches that share a window again in the next reading, over chance: of five
+                 epochs, and of five readings in one stage and in five
     mixture      share of a source of weight 0.02 in every 4 M tokens, over its weight
 
 Refuted by a deviation, a drift or an again that is larger than said. The results keep the figures
@@ -26,6 +28,8 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +45,21 @@ from benchmarks.shuffle.metrics import (
     again,
     deviation,
     drift,
+    five_readings,
     full_shuffle,
     label_variance,
+    met_again,
     neighbours,
     persistence,
     shares,
 )
+from tokenfeed.pipeline.planning.schedule import Schedule, Source, Stretch
 
 STEPS = {"64k": 1 << 16, "0.5M": 1 << 19, "1M": 1 << 20, "4M": 1 << 22}
 SEEDS = 3
 """Full shuffles that a spread is compared with."""
+WINDOWS = 24
+"""Windows of a reading, for `met`: 3,000 record batches of 65,536 tokens."""
 FULL = "full shuffle (datasets, map-style)"
 
 Entry = dict[str, Any]
@@ -133,14 +142,39 @@ def mixtures(options: argparse.Namespace) -> Iterator[Entry]:
     yield mixed(FULL, shares(random, groups[order.rows], STEPS["4M"]))
 
 
+def met() -> Iterator[Entry]:
+    """Record batches that meet again, with and without stages; mean of some seeds."""
+    (source,) = sources = (Source(3000, 3000 << 16),)
+    weight, window_tokens = Fraction(1), source.tokens // WINDOWS
+    one, *_ = stages = [
+        Stretch.of_stage(sources, {0: weight}, window_tokens, WINDOWS, source.tokens)
+        for _ in range(5)
+    ]
+    epoch = Stretch.of_epoch(sources, [weight], window_tokens, "continue")
+    one = replace(one, num_windows=5 * WINDOWS, tokens=one.tokens * 5)
+    for name, stretches in {"epochs": [epoch], "one stage": [one], "five stages": stages}.items():
+        orders = [Schedule(sources, tuple(stretches), seed, True) for seed in range(20)]
+        found = [met_again(five_readings(order, WINDOWS)) for order in orders]
+        yield {
+            "rows": "record batches",
+            "case": f"five {name}" if name == "epochs" else f"five readings in {name}",
+            "met": digits(np.mean(found)),
+            "error": digits(np.std(found, ddof=1) / len(found) ** 0.5),
+        }
+
+
 def mixed(name: str, of_steps: np.ndarray) -> Entry:
     part = of_steps[:, 1] / MIXTURES.weights[1]
     least, most = digits(part.min()), digits(part.max())
     return {"rows": "mixture", "case": name, "least": least, "most": most, "steps": len(part)}
 
 
-def costs(options: argparse.Namespace) -> Iterator[Entry]:
-    """Speed, first batch and memory of ours, with one worker; medians of some runs."""
+def costs(options: argparse.Namespace, old: list[Entry]) -> Iterator[Entry]:
+    """Speed, first batch and memory of ours, with one worker; medians of some runs. Without runs,
+    those of the last results, where the machine was quiet."""
+    if not options.repeats:
+        yield from (entry for entry in old if entry["rows"].startswith("cost, "))
+        return
     for rows, cases in COSTS.items():
         _, folder = make(options.data, rows, options.scale)
         for case in cases:
@@ -186,7 +220,9 @@ def last_results(options: argparse.Namespace) -> Entry:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--repeats", type=int, default=3, help="of the costs")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="of the costs; 0 keeps the last ones"
+    )
     parser.add_argument("--data", type=Path, help="keep the data here, and use what is there")
     parser.add_argument("--scale", type=float, default=1.0, help="of the data; for a quick try")
     parser.add_argument("--corpora", nargs="+", default=list(CASES), choices=CASES)
@@ -198,7 +234,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         options.data = options.data or Path(name)
         results = compare(options, old["results"])
-        results += [*mixtures(options), *costs(options)]
+        results += [*met(), *mixtures(options), *costs(options, old["results"])]
     path = write_result("shuffle", results, options.results, peers=versions, scale=options.scale)
     if options.json:
         print(path.read_text())

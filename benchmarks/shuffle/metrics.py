@@ -4,17 +4,23 @@ A group is a tenth of the corpus: one of its ten sources, or a tenth of its leng
 Shares are by tokens. A step is as many whole batches as have begun within so many tokens.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
+
+from tokenfeed.pipeline.planning.schedule import Schedule
 
 __all__ = [
     "Order",
     "again",
     "deviation",
     "drift",
+    "five_readings",
     "full_shuffle",
     "label_variance",
+    "met_again",
     "neighbours",
     "persistence",
     "shares",
@@ -144,6 +150,34 @@ def again(first: Order, second: Order) -> dict[str, float]:
         "chance": _pairs(sizes[1]) / max(_pairs(np.array([len(one)])), 1),
         "batches": float(same.sum() / max(np.count_nonzero(sizes[0] > 1), 1)),
     }
+
+
+def five_readings(order: Schedule, windows: int) -> list[list[np.ndarray]]:
+    """The record batches of the windows of five readings, each of so many windows."""
+    whole = order.num_windows
+    places = [divmod(nth, whole) for nth in range(5 * windows)]
+    drawn = [order.window(*place) for place in places]
+    return [drawn[first : first + windows] for first in range(0, len(drawn), windows)]
+
+
+def met_again(readings: Sequence[Sequence[np.ndarray]]) -> float:
+    """How often record batches that shared a window share one in the next reading, over chance.
+
+    Args:
+        readings: Record batches of each window of each reading. All readings have the same number
+            of windows, and each of `size` record batches once.
+    """
+    windows, size = len(readings[0]), sum(map(len, readings[0]))
+    placed = []
+    for reading in readings:
+        window_of = np.empty(size, np.int64)
+        for number, batches in enumerate(reading):
+            window_of[batches] = number
+        placed.append(window_of)
+    met = [np.bincount(one * windows + other, minlength=1) for one, other in pairwise(placed)]
+    again = np.mean([(counts.astype(float) ** 2).sum() - size for counts in met])
+    pairs = size * (size / windows - 1)
+    return float(again / (pairs * (size / windows - 1) / (size - 1)))
 
 
 def batch_of_rows(order: Order) -> np.ndarray:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -15,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.data_sets import order_of_one
 
+from benchmarks.shuffle.metrics import five_readings, met_again
 from tokenfeed import Fixed
 from tokenfeed.pipeline.planning.permutation import derive_key, evenly, permute
 from tokenfeed.pipeline.planning.schedule import Draw, Exhausted, Schedule, Source, Stretch
@@ -186,37 +186,17 @@ def test_epochs_of_mixtures(exhausted: Exhausted) -> None:
                 assert (max if exhausted == "stop" else min)(times) == 1
 
 
-def met_again(order: Schedule, places: list[tuple[int, int]]) -> float:
-    """How often record batches that shared a window share one in the next reading, over chance.
-
-    Args:
-        order: The order of one source.
-        places: Epoch and window of all windows of some readings, one reading after the other.
-    """
-    size, readings = order.sources[0].batches, list[np.ndarray]()
-    count = len(places) // 5
-    for first in range(0, len(places), count):
-        window_of = np.empty(size, np.int64)
-        for nth, place in enumerate(places[first : first + count]):
-            window_of[order.window(*place)] = nth
-        readings.append(window_of[:, None] == window_of)
-    again = [(one & other).sum() - size for one, other in pairwise(readings)]
-    pairs = size * (size / count - 1)
-    return float(np.mean(again) / (pairs * (size / count - 1) / (size - 1)))
-
-
 @pytest.mark.parametrize(("size", "windows"), [(600, 6), (2000, 16), (3000, 24)])
 def test_record_batches_meet_again_as_often_as_by_chance(size: int, windows: int) -> None:
-    """Five readings, eight seeds: within three standard errors of chance, and near it."""
+    """Five readings, six seeds: within three standard errors of chance, and near it."""
     sources = (Source(size, size * 100),)
     tokens = size * 100 // windows
     stage = Stretch.of_stage(sources, {0: Fraction(1)}, tokens, 5 * windows, 5 * size * 100)
     epoch = Stretch.of_epoch(sources, [Fraction(1)], tokens, "continue")
-    in_epochs = [(epoch, window) for epoch in range(5) for window in range(windows)]
-    in_stages = [(0, window) for window in range(5 * windows)]
-    for stretch, places in ((epoch, in_epochs), (stage, in_stages)):
+    for stretch in (epoch, stage):
         found = [
-            met_again(Schedule(sources, (stretch,), n, shuffle=True), places) for n in range(6)
+            met_again(five_readings(Schedule(sources, (stretch,), n, shuffle=True), windows))
+            for n in range(6)
         ]
         error = np.std(found, ddof=1) / len(found) ** 0.5
         assert abs(np.mean(found) - 1) < min(max(3 * error, 0.02), 0.05)
