@@ -25,7 +25,7 @@ from tokenfeed.pipeline.text import facts
 from tokenfeed.tools.shell.console import print_json, run_command
 from tokenfeed.tools.train_phases import as_yaml, named_phases, read_phases, run_phases
 from tokenfeed.tools.train_settings import Command, Parsed, read_command, read_options
-from tokenfeed.trainer.config.allocator import set_allocator
+from tokenfeed.trainer.config.memory import set_allocator
 from tokenfeed.trainer.config.values import flag_of
 from tokenfeed.trainer.report.machine import Gpu, Host
 from tokenfeed.trainer.report.recommendations import Readings, recommended

@@ -19,7 +19,6 @@ from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import column_of
 from tokenfeed.pipeline.text import count_of
 from tokenfeed.tools.shell.command_line import Page, read_command_line, text
-from tokenfeed.trainer.config.presets import OF_GPU, preset_names, preset_of, read_preset
 from tokenfeed.trainer.config.run_config import (
     BY_NUMBERS,
     CONFIG_FILE,
@@ -30,11 +29,15 @@ from tokenfeed.trainer.config.run_config import (
     refuse_phases,
 )
 from tokenfeed.trainer.config.values import (
+    OF_GPU,
     Positive,
     Tokens,
     checked_settings,
     flag_of,
     kinds_of,
+    preset_names,
+    preset_of,
+    read_preset,
     read_settings,
 )
 from tokenfeed.trainer.data.datasets import is_packed, read_manifest

@@ -7,13 +7,13 @@ import resource
 import pytest
 from support import warm
 
-from tokenfeed.trainer.loop.memory import SET_BY_USER
+from tokenfeed.trainer.config.memory import SET_BY_USER
 
 STEPS, MEGABYTES = 10, 16
 PROGRAM = f"""
 import resource, sys
 from types import SimpleNamespace
-from tokenfeed.trainer.loop.memory import keep_freed_memory
+from tokenfeed.trainer.config.memory import keep_freed_memory
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

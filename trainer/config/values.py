@@ -1,4 +1,5 @@
 """Convert settings as people write them, on a command line or in YAML, or reject them in one line.
+Read presets.
 
 msgspec converts a value to the type of its field and checks the bounds in `Annotated`. The metadata
 there also has the words of errors (`description`: what was expected) and of the help (`title`: the
@@ -42,6 +43,15 @@ Shards = Annotated[
 ]
 """The folder of a data set; several that are read as one; or several with their weights, which are
 above 0."""
+
+PRESETS_FOLDER = Path(__file__).parent.parent / "presets"
+"""YAML files of settings. A GPU's file sets neither model, nor task, nor the length of rows, so
+that it suits any data."""
+OF_GPU = "auto"
+"""The preset of the GPU of this machine."""
+_GPUS = {"t4": "T4", "v100": "V100", "rtx4090": "RTX 4090", "a100": "A100", "h100": "H100"}
+"""Presets for GPUs, with the words in the name of the GPU."""
+_CONSUMER, _LARGEST_CONSUMER_BYTES = "rtx4090", 35e9
 
 _LARGEST = 2**63
 _THOUSANDS = {letter: 1000**power for power, letter in enumerate("KMBT", 1)}
@@ -227,6 +237,43 @@ def checked_settings(
             raise ConfigError(f"{where} unknown setting {written}.{hint}")
         found[name] = setting_of(kinds[name], value, f"{where} {written}")
     return found
+
+
+def preset_names() -> list[str]:
+    """Return the names of all presets: GPUs, then purposes."""
+    files = sorted(path.stem for path in PRESETS_FOLDER.glob("*.yaml"))
+    return [OF_GPU, *_GPUS, *(name for name in files if name not in _GPUS)]
+
+
+def read_preset(name: str, kinds: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a preset by field.
+
+    Raises:
+        ConfigError: There is no such preset.
+    """
+    names = preset_names()[1:]
+    if name not in names:
+        hint = nearest(name.lower(), names)
+        raise ConfigError(
+            f"`--preset`: expected {OF_GPU}, {', '.join(names)}, or several like t4,production, "
+            f"got {name or 'an empty name'}.{hint}"
+        )
+    return read_settings(PRESETS_FOLDER / f"{name}.yaml", kinds)
+
+
+def preset_of(gpu: str, capability: tuple[int, int], memory: float) -> str | None:
+    """Return the preset that suits a GPU: by its name, or by its capability and memory in bytes;
+    None for a GPU without tensor cores."""
+    for name, words in _GPUS.items():
+        if re.search(rf"\b{words}\b", gpu):
+            return name
+    if capability < (7, 0):
+        return None
+    if capability < (8, 0):
+        return "v100" if capability < (7, 5) else "t4"
+    if memory < _LARGEST_CONSUMER_BYTES:
+        return _CONSUMER
+    return "a100" if capability < (9, 0) else "h100"
 
 
 def _read_yaml(path: Path) -> dict[Any, Any]:

@@ -13,7 +13,7 @@ from tokenfeed.pipeline.format.manifest import MANIFEST_FILE
 from tokenfeed.pipeline.format.store import open_store, reading_once
 from tokenfeed.pipeline.text import count_of
 from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
-from tokenfeed.trainer.config.allocator import allocator
+from tokenfeed.trainer.config.memory import allocator
 from tokenfeed.trainer.config.run_config import Settle, TrainConfig, refuse_phases
 from tokenfeed.trainer.distributed.world import RankError, World, join_world
 from tokenfeed.trainer.loop.loaders import peak_of_step, smaller_size

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from typing import Literal, cast
 
 from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoint, Checkpoints
+from tokenfeed.trainer.config.memory import keep_freed_memory
 from tokenfeed.trainer.config.run_config import Settle, TrainConfig
 from tokenfeed.trainer.data.attention import separation
 from tokenfeed.trainer.data.datasets import Epoch, epoch_of
 from tokenfeed.trainer.distributed.world import StepSync, World, device_named
 from tokenfeed.trainer.loop.initial_weights import read_initial_weights
 from tokenfeed.trainer.loop.loaders import SplitLoaders, choose_micro_batch, fill_step
-from tokenfeed.trainer.loop.memory import keep_freed_memory
 from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.report.progress_lines import ProgressLog
 from tokenfeed.trainer.report.run_files import MetricsFile

@@ -16,11 +16,11 @@ from tokenfeed.pipeline.feeding.devices import cuda
 from tokenfeed.pipeline.feeding.placement import cores_per_rank
 from tokenfeed.pipeline.planning.state import with_micro_batches
 from tokenfeed.trainer.checkpoints.async_saver import Saver
+from tokenfeed.trainer.config.memory import collections_at_log_lines
 from tokenfeed.trainer.config.run_config import Settle, TrainConfig
 from tokenfeed.trainer.data.datasets import is_packed
 from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.loop.evaluation import Evaluator, Sampler
-from tokenfeed.trainer.loop.memory import collections_at_log_lines
 from tokenfeed.trainer.loop.parts import Evaluation, Lines, Part, Saving, Tracing
 from tokenfeed.trainer.loop.profile import open_profiler
 from tokenfeed.trainer.loop.reporting import Reporter

@@ -30,9 +30,8 @@ from tokenfeed.tools.train_settings import (
     Command,
     layered,
 )
-from tokenfeed.trainer.config.presets import preset_names, read_preset
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.config.values import read_settings, setting_of
+from tokenfeed.trainer.config.values import preset_names, read_preset, read_settings, setting_of
 from tokenfeed.trainer.data.datasets import make_policy
 from tokenfeed.trainer.loop.trainer import Trainer
 

@@ -5,7 +5,7 @@ import platform
 import pytest
 import torch
 
-from tokenfeed.trainer.loop.memory import SET_BY_USER, keep_freed_memory
+from tokenfeed.trainer.config.memory import SET_BY_USER, keep_freed_memory
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,20 @@
-"""Memory of the host: what torch frees for the next step, and when Python collects garbage."""
+"""Memory: how torch allocates that of a GPU and frees that of the host, and when Python collects
+garbage. Does not import torch, which reads the allocator's settings once."""
 
 import contextlib
 import ctypes
 import gc
 import os
 import platform
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
+
+ALLOCATOR = "expandable_segments:True"
+_ALLOCATOR_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt, as in malloc.h."""
@@ -17,7 +24,20 @@ _KEPT_BYTES = 1 << 30
 SET_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
 
-def keep_freed_memory(device: torch.device) -> None:
+def set_allocator(environment: MutableMapping[str, str]) -> None:
+    """Let torch grow blocks of GPU memory, so that batches of other sizes leave no gaps. Call this
+    before torch is imported. A variable that the user has set stays."""
+    if sys.platform == "linux" and not any(name in environment for name in _ALLOCATOR_NAMES):
+        environment[_ALLOCATOR_NAMES[0]] = ALLOCATOR  # torch 2.9 to 2.11 ignores the newer name
+
+
+def allocator(environment: Mapping[str, str]) -> str:
+    """Return the allocator's settings, as NAME=VALUE."""
+    found = [f"{name}={environment[name]}" for name in _ALLOCATOR_NAMES if name in environment]
+    return " ".join(found) or "the defaults of torch"
+
+
+def keep_freed_memory(device: "torch.device") -> None:
     """Keep up to 1 GiB of the memory that a step on the CPU frees, for the next step.
 
     glibc returns large blocks to the system. The next step then gets new pages, which the system
