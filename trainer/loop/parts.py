@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
-from torch import Tensor
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.pipeline.format.data_set import open_splits
@@ -238,11 +237,9 @@ class Lines:
     def __init__(self, run: Run, saving: Saving, reporter: Reporter) -> None:
         self._run, self._saving, self._reporter = run, saving, reporter
         self._skipped = SkippedSteps(run, saving)
-        self._norm: Tensor
 
     def add(self, trained: Trained) -> None:
         """Add a step to the next line."""
-        self._norm = trained.norm
         self._skipped.add(trained.step, trained.tally.rows)
         self._run.progress_log.add(*trained)
 
@@ -262,7 +259,7 @@ class Lines:
             self._saving.saver.check()
         with run.stall.cause("log"):
             run.step_sync.wait()
-            skips = run.progress_log.write(step, run.step_sync.tokens, self._norm)
+            skips = run.progress_log.write(step, run.step_sync.tokens)
             # Objects that outlive a line are collected with checkpoints only: this takes longer.
             gc.collect(2 if saving else 1)
             ends = skips is not None and skips.in_a_row >= MOST_SKIPPED

@@ -58,6 +58,8 @@ NO_TARGET = (
 )
 """What explains steps without a target."""
 
+_MOST_APART = 256
+"""Steps whose figures wait on the device for a line, each in tensors of its own."""
 _LINES_IN_A_ROW = 3
 """A recommendation is logged when it applies to this many progress lines in a row."""
 _MEANS = ("gpu_busy", "cpu_busy", "core_busy", "ram_used")
@@ -157,9 +159,12 @@ class ProgressLog:
     ) -> None:
         self._metrics, self._stall, self._learner, self._steps = metrics, stall, learner, steps
         self._device = learner.device
-        self._interval, self._first_skipped = self._empty_interval()
-        self._skipped = skipped
-        self._without_target = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._numbers: list[int] = []
+        """The steps since the previous line."""
+        self._latest: list[tuple[Tensor, ...]] = []
+        """Their losses, targets and norms, on the device; of older ones, in `_stacked`."""
+        self._stacked: list[Tensor] = []
+        self._skipped, self._without_target = skipped, 0
         self._has_warned = False
         self.is_behind = False
         """Whether steps were added since the last line."""
@@ -181,35 +186,44 @@ class ProgressLog:
             tally: Sums of the step. A loss that is not finite does not count.
             norm: Norm of its gradient, not finite if the step was skipped.
         """
-        is_finite = tally.loss.isfinite()
-        self._interval.loss += torch.where(is_finite, tally.loss, 0.0)
-        self._interval.targets += torch.where(is_finite, tally.targets, 0)
-        self._without_target += tally.targets == 0
-        if self._learner.precision.is_scaled:  # a smaller scale cures what overflows in gradients
-            norm = tally.loss
-        is_first = ~norm.isfinite() & (self._first_skipped == 0)
-        self._first_skipped = torch.where(is_first, step, self._first_skipped)
+        self._numbers.append(step)
+        self._latest.append((tally.loss, tally.targets, norm))
+        if len(self._latest) == _MOST_APART:
+            self._stack()
         self.is_behind = True
 
-    def write(self, step: int, tokens: int, norm: Tensor) -> Skips | None:
+    def _stack(self) -> None:
+        """Join the figures of steps on the device: a few kernels, and no wait."""
+        columns = [torch.stack(each).double() for each in zip(*self._latest, strict=True)]
+        self._stacked.append(torch.stack(columns))
+        self._latest.clear()
+
+    def write(self, step: int, tokens: int) -> Skips | None:
         """Write a line. This waits for the device.
 
         Args:
             step: The latest step.
             tokens: Real tokens trained so far.
-            norm: Norm of the latest step's gradient.
 
         Returns:
             The skipped steps since the previous line; None without any. If they end the run, no
             line is written.
         """
-        sums, precision = self._interval, self._learner.precision
-        own = (norm, *precision.skips, precision.scale)
-        values = (*own, sums.loss, sums.targets, self._first_skipped, self._without_target)
-        fetched = torch.stack([value.double() for value in values]).tolist()  # the only wait
-        latest_norm, skipped, in_a_row, scale, total, targets, first, without_target = fetched
-        self._interval, self._first_skipped = self._empty_interval()
-        self.is_behind = False
+        precision, numbers = self._learner.precision, self._numbers
+        if self._latest:
+            self._stack()
+        own = torch.stack([value.double() for value in (*precision.skips, precision.scale)])
+        fetched = torch.cat([own, torch.cat(self._stacked, 1).flatten()]).tolist()  # the only wait
+        skipped, in_a_row, scale, *rest = fetched
+        losses, counts, norms = np.array(rest).reshape(3, -1)
+        self._numbers, self._stacked, self.is_behind = [], [], False
+        is_finite, latest_norm = np.isfinite(losses), float(norms[-1])
+        # A smaller scale cures gradients that overflow.
+        is_bad = ~is_finite if precision.is_scaled else ~np.isfinite(norms)
+        first = numbers[is_bad.argmax()] if is_bad.any() else 0
+        total = float(np.cumsum(np.where(is_finite, losses, 0.0), dtype=np.float32)[-1])
+        targets = float(counts[is_finite].sum())
+        self._without_target += int((counts == 0).sum())
         before, self._skipped = self._skipped, int(skipped)
         if in_a_row >= MOST_SKIPPED:
             return Skips(step - int(in_a_row) + 1, int(in_a_row))
@@ -239,14 +253,14 @@ class ProgressLog:
         if self._metrics:
             self._metrics.write(line)
         _log.info("%s", console_line(line, self._steps))
-        if without_target and self._metrics and not self._has_warned:
+        if self._without_target and self._metrics and not self._has_warned:
             self._has_warned = True
-            counted = count_of(int(without_target), "step")
+            counted = count_of(self._without_target, "step")
             _log.warning("%s up to step %d had no target to train on. %s", counted, step, NO_TARGET)
         if window.steps:
             shares = {name: line.stall_causes.get(name, 0.0) for name in STALL_CAUSES}
             self._recommend(step, self._of_run.updated(**machine, **shares))
-        return Skips(int(first), int(in_a_row)) if first else None
+        return Skips(first, int(in_a_row)) if first else None
 
     def _read_gpu(self) -> GpuReading | None:
         """Return the load of this rank's GPU; None on a CPU. Without NVML, of torch's memory."""
@@ -271,10 +285,6 @@ class ProgressLog:
             if self._lines_of[name] >= _LINES_IN_A_ROW and name not in self._recommended:
                 self._recommended.add(name)
                 _log.info("step %d | %s", step, text)
-
-    def _empty_interval(self) -> tuple[Tally, Tensor]:
-        """Return the sums of no step, and 0 for the first skipped step."""
-        return Tally.zero(self._device), torch.zeros((), dtype=torch.int64, device=self._device)
 
 
 def notes_on(
