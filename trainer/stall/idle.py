@@ -217,7 +217,7 @@ class Accounts:
                 gaps[place] += sum(seconds), weight @ seconds, weight.sum()
         if not steps:
             return sums, extra, gaps, self._guessed
-        weights = weights[weights > 0]
+        weights = weights[[step.is_usable for step in self._recent]]
         number, size, work, ahead, marks, outside = np.array(
             [(s.number, s.size, s.work, s.ahead, s.marks, sum(s.gaps.values())) for s in steps]
         ).T
@@ -261,10 +261,11 @@ class Accounts:
             np.add.at(added, first, share)
             np.add.at(added, last, -share)
         weights[usable] += np.cumsum(added)[:-1]
-        # In all, they have the sizes of the steps that they stand for.
+        # In all, they have the sizes of the steps that they stand for, if there are such sizes.
         around = sizes[usable] - sizes[usable].mean()
         if spread := float(around @ around):
-            weights[usable] += (sizes.sum() - weights @ sizes) / spread * around
+            change = (sizes.sum() - weights @ sizes) / spread * around
+            weights[usable] += change * min(1.0, 0.5 / max(0.5, abs(change).max()))
         return weights
 
     def _variance(self, steps: list[Step]) -> float:

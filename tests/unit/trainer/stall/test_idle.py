@@ -134,6 +134,18 @@ def test_accounts_steps_left_out_count_by_their_sizes() -> None:
     assert filled(400, traces, make).read().seconds == pytest.approx(0.01 * sizes.sum())
 
 
+def test_accounts_steps_left_out_of_unknown_sizes_move_little() -> None:
+    """Steps that are left out are half as long as all others, of which one is a bit shorter."""
+
+    def make(number: int) -> Step:
+        is_usable = number % 100 >= 20
+        size = 1000.0 if is_usable else 500.0
+        return step(number, 0.01, size=size - (number == 50), is_usable=is_usable)
+
+    accounts = filled(400, {at: [traced(at, 0.008, at)] for at in (100, 200, 300)}, make)
+    assert accounts.read().seconds == pytest.approx(4.0, abs=0.01)
+
+
 def test_accounts_steps_left_out_widen_interval_as_much_as_steps_differ() -> None:
     """The device waits for other ranks, longer in one step than in the next."""
     held, widths = [], []
