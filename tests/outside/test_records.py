@@ -67,6 +67,17 @@ def test_a_file_of_the_largest_size_is_used_and_a_larger_one_is_not(
     assert [Path(reject["file"]).name for reject in made.rejects] == [f"{LIMIT + 1:06}.txt"]
 
 
+def test_lines_behind_a_line_of_many_blocks_are_used(tmp_path: Path, tokenizer: Path) -> None:
+    short = [f'{{"text": "line {number}"}}' for number in range(40)]
+    long = json.dumps({"text": "a" * 700_000})
+    (tmp_path / "a.jsonl").write_text("\n".join([*short[:20], long, *short[20:]]))
+    made = tokenfeed.pretokenize(
+        tmp_path / "a.jsonl", tmp_path / "out", tokenizer=tokenizer, max_record="10KB", validation=0
+    )
+    assert [reject["record"] for reject in made.rejects] == [20]
+    assert [row["text"] for row in rows_of(tmp_path / "out")] == [f"line {n}" for n in range(40)]
+
+
 def made_of(rows: list[dict[str, Any]], out: Path, tokenizer: Path, **words: Any) -> Any:
     words = {"tokenizer": tokenizer, "validation": 0} | words
     return tokenfeed.pretokenize(rows, out, **words)
