@@ -114,7 +114,8 @@ def one_thread() -> Iterator[None]:
 
 
 def figures_of(*run_dirs: Path) -> dict[str, list[float]]:
-    """The figures of all lines of metrics.jsonl by name, and the steps of the checkpoints."""
+    """The figures of all lines of metrics.jsonl by name, the steps of the checkpoints, and the
+    padding of the reports."""
     found: dict[str, list[float]] = {}
     for run_dir in run_dirs:
         for line in (run_dir / "metrics.jsonl").read_text().splitlines():
@@ -122,6 +123,8 @@ def figures_of(*run_dirs: Path) -> dict[str, list[float]]:
                 if name.startswith(NAMES):
                     found.setdefault(name, []).append(value)
         found.setdefault("checkpoints", []).extend(steps_saved(run_dir))
+        report = json.loads((run_dir / "report.json").read_text())
+        found.setdefault("padding", []).append(report["padding"])
     return found
 
 
