@@ -28,14 +28,7 @@ from tokenfeed.pipeline.feeding.padding import (
 )
 from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS, is_kept, no_target, role_of
 from tokenfeed.pipeline.planning.batching import Round
-from tokenfeed.pipeline.windows.rank_slice import (
-    IS_IGNORED,
-    LENGTHS,
-    ROW_TARGETS,
-    SEGMENTS,
-    TARGETS,
-    RankSlice,
-)
+from tokenfeed.pipeline.windows.rank_slice import IS_IGNORED, TARGETS, RankSlice
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +39,7 @@ _ENDS, _LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_leng
 _USE_CACHE = "use_cache"
 _OF_PACKED = (POSITION_IDS, *_ENDS, *_LONGEST, SEQ_IDX, _USE_CACHE)
 
+LENGTHS, ROW_TARGETS, SEGMENTS = "sequence_lengths", "row_targets", "segments"
 _NONE = np.empty(0, np.int32)
 
 Tensors = dict[str, Any]

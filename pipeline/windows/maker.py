@@ -35,7 +35,6 @@ from tokenfeed.pipeline.planning.batching import (
 from tokenfeed.pipeline.planning.permutation import derive_key
 from tokenfeed.pipeline.planning.plan import Ahead, Plan, Position
 from tokenfeed.pipeline.planning.policies import Batching, Pieces, regroup
-from tokenfeed.pipeline.windows.layout import segments_of, sequence_sizes, with_empty
 from tokenfeed.pipeline.windows.rank_slice import IS_IGNORED, TARGETS, RankSlice
 from tokenfeed.pipeline.windows.reader import Window, WindowReader
 from tokenfeed.pipeline.windows.row_map import RowMap
@@ -145,16 +144,16 @@ class WindowMaker:
             for name, values in columns.items():
                 columns[name] = _put_before(values, lengths, _value_of_begin(name, values, begin))
         batches, sequences = mine.batch_offsets, mine.sequence_offsets
-        sizes = sequence_sizes(held, sequences)
+        sizes = _sequence_sizes(held, sequences)
         padded = round_up(np.maximum.reduceat(sizes, batches[:-1]), batching.multiple_of)
         if batching.last == "fill":
             offsets = np.arange(len(sizes) + 1) if sequences is None else sequences
             full = np.array([batching.rows_to_fill(length) for length in padded.tolist()])
-            batches, sequences = with_empty(batches, offsets, full)
-            sizes = sequence_sizes(held, sequences)
+            batches, sequences = _with_empty(batches, offsets, full)
+            sizes = _sequence_sizes(held, sequences)
         segments = segment_offsets = None
         if batching.packs and sequences is not None:
-            segments, segment_offsets = segments_of(held, sequences, batches, padded)
+            segments, segment_offsets = _segments_of(held, sequences, batches, padded)
         pieces = batches if sequences is None else sequences[batches]
         tokens = offsets_of(np.add.reduceat(sizes, batches[:-1], dtype=np.int64))
         if row_targets is not None:
@@ -251,6 +250,54 @@ def _left_out(planned: WindowPlan, window: Window, nth: int) -> tuple[int, int]:
     rows[planned.rows] = True
     tokens = lengths.sum() - planned.lengths.sum(dtype=np.int64)
     return int(len(rows) - rows.sum()), int(tokens)
+
+
+def _sequence_sizes(lengths: np.ndarray, sequence_offsets: np.ndarray | None) -> np.ndarray:
+    """Return the tokens of each sequence, shape (S,). `lengths` are those of the pieces."""
+    if sequence_offsets is None:
+        return lengths
+    return np.diff(offsets_of(lengths)[sequence_offsets])
+
+
+def _with_empty(
+    batch_offsets: np.ndarray, sequence_offsets: np.ndarray, rows: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return both offsets with empty sequences at the end of micro-batches that have fewer than
+    `rows` sequences, shape (M,)."""
+    counts = np.diff(batch_offsets)
+    missing = np.maximum(rows - counts, 0)
+    ends = np.repeat(batch_offsets[1:], missing)
+    return offsets_of(counts + missing), np.insert(sequence_offsets, ends, sequence_offsets[ends])
+
+
+def _segments_of(
+    lengths: np.ndarray,
+    sequence_offsets: np.ndarray,
+    batch_offsets: np.ndarray,
+    padded_lengths: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the slots where documents and paddings begin and each batch ends, int32, and where
+    each batch begins among them, shape (M + 1,).
+
+    Documents and paddings are the parts of a batch. Their lengths in order of slots give their
+    slots. In the example of `rank_slice`, the parts have 3, 5, 2, 4 and 2 slots.
+
+    Args:
+        lengths: Tokens of each document, shape (P,).
+        sequence_offsets: Where each sequence begins among the documents, shape (S + 1,).
+        batch_offsets: Where each batch begins among the sequences, shape (M + 1,).
+        padded_lengths: Slots of each sequence of a batch, shape (M,).
+    """
+    ends = sequence_offsets[1:]
+    padding = np.repeat(padded_lengths, np.diff(batch_offsets))
+    padding -= _sequence_sizes(lengths, sequence_offsets)
+    is_padded = padding > 0
+    parts = np.insert(lengths, ends[is_padded], padding[is_padded])
+    bounds = np.append(0, ends + np.cumsum(is_padded))[batch_offsets]  # of batches among the parts
+    slots = offsets_of(parts)
+    begins = slots[:-1] - np.repeat(slots[bounds[:-1]], np.diff(bounds))
+    segments = np.insert(begins, bounds[1:], np.diff(slots[bounds]))
+    return segments.astype(np.int32), bounds + np.arange(len(bounds))
 
 
 def _put_before(values: np.ndarray, lengths: np.ndarray, value: float) -> np.ndarray:

@@ -30,7 +30,6 @@ TARGETS = "labels"
 IS_IGNORED = "ignored"
 """Name of the column of tokens that no loss counts, bool. A slice has it if prompts, kinds of
 tokens or skipped rows decide. Otherwise every token but the first of each piece is a target."""
-SEGMENTS, LENGTHS, ROW_TARGETS = "segments", "sequence_lengths", "row_targets"
 _ALIGNMENT = 64  # of each array: a cache line
 _COLUMN = "columns."
 _SIZE = 8  # bytes of the header's length

@@ -14,20 +14,21 @@ from support.data_sets import Span, plan_in_memory, random_rows, spans_of
 
 from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.feeding.batch import Batch, BatchForm, make_batches
+from tokenfeed.pipeline.feeding.batch import (
+    LENGTHS,
+    ROW_TARGETS,
+    SEGMENTS,
+    Batch,
+    BatchForm,
+    make_batches,
+)
 from tokenfeed.pipeline.format.kinds import TargetRule
 from tokenfeed.pipeline.format.schema import IGNORED, KINDS, RESERVED_NAMES, Rows, Task
 from tokenfeed.pipeline.planning.batching import deal_rounds, plan_window
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.planning.policies import Batching, Fixed, Packed, Padded
 from tokenfeed.pipeline.windows.maker import WindowMaker
-from tokenfeed.pipeline.windows.rank_slice import (
-    IS_IGNORED,
-    LENGTHS,
-    ROW_TARGETS,
-    SEGMENTS,
-    RankSlice,
-)
+from tokenfeed.pipeline.windows.rank_slice import IS_IGNORED, RankSlice
 
 PAD, BEGIN = 9, 7
 FORM = BatchForm(PAD)
