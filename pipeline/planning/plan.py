@@ -33,6 +33,7 @@ from tokenfeed.pipeline.planning.stages import (
     by_place,
     data_of,
     digest_of,
+    filled_as,
     paths_of,
     place_of,
     planned_stages,
@@ -307,7 +308,7 @@ class Plan:
         Raises:
             ResumeError: The lists of stages differ before the position.
         """
-        theirs = planned_stages(saved.stages or [], saved.data)
+        theirs = filled_as(planned_stages(saved.stages or [], saved.data), self.stages)
         if saved.given == self.given:  # the saved list is this one, and what became of it
             if missing := [data for data in data_of(theirs) if data not in self.data]:
                 raise ResumeError(

@@ -229,6 +229,17 @@ def planned_stages(saved: Sequence[SavedStage], data: Sequence[str]) -> tuple[Pl
     return tuple(stages)
 
 
+def filled_as(stages: Iterable[PlannedStage], ours: Sequence[PlannedStage]) -> list[PlannedStage]:
+    """Return stages of a state that fill micro-batches as a list does at the same tokens of the
+    run, because a state does not say so; see `saved_policy`."""
+    found = []
+    for stage in stages:
+        mine = _stage_at(ours, stage.begins)
+        same = mine is not None and mine.batching == stage.batching
+        found.append(replace(stage, batching=mine.batching) if mine and same else stage)
+    return found
+
+
 def data_of(stages: Iterable[PlannedStage]) -> tuple[str, ...]:
     """Return the fingerprints of all data sets, in the order in which a run meets them."""
     return tuple(dict.fromkeys(data for stage in stages for data in stage.weights))

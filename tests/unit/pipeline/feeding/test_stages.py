@@ -285,6 +285,30 @@ def test_a_run_that_has_ended_goes_on_with_a_longer_list(folders: list[Path]) ->
     assert [b for step in joined(runs) for b in step] == [b for s in joined([alone]) for b in s]
 
 
+@pytest.mark.parametrize("is_edited", [False, True])
+def test_batches_have_one_shape_after_a_resume_too(folders: list[Path], is_edited: bool) -> None:
+    """A state does not say that micro-batches are filled, but the list that goes on does."""
+    first, second, *_ = folders
+    filled = Packed(64, 3, last="fill")
+    list_ = [
+        Stage({first: 1}, until_tokens=9_000),
+        Stage({first: 1, second: 2}, until_tokens=20_000, batching=filled),
+        Stage({second: 1}, until_tokens=26_000),
+    ]
+    with open_loader(list_, Packed(64, 3, last="fill"), **OPTIONS) as loader:  # type: ignore[arg-type]
+        for batch in loader:
+            if loader.position.window == 9 and batch.ends_step:
+                break
+        state = loader.state_dict()
+    if is_edited:
+        list_[2] = Stage({first: 1}, until_tokens=30_000)
+    with open_loader(list_, filled, **OPTIONS) as loader:  # type: ignore[arg-type]
+        loader.load_state_dict(state)
+        batches = list(loader)
+    assert {tuple(batch.input_ids.shape) for batch in batches} == {(3, 64)}
+    assert any(not batch.lengths.all() for batch in batches), "rows of padding"
+
+
 def test_a_list_that_ends_at_the_present_position_counts_as_read_to_its_end(
     folders: list[Path],
 ) -> None:
