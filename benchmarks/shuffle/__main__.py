@@ -169,11 +169,12 @@ def mixed(name: str, of_steps: np.ndarray) -> Entry:
     return {"rows": "mixture", "case": name, "least": least, "most": most, "steps": len(part)}
 
 
-def costs(options: argparse.Namespace, old: list[Entry]) -> Iterator[Entry]:
+def costs(options: argparse.Namespace, old: Entry) -> Iterator[Entry]:
     """Speed, first batch and memory of ours, with one worker; medians of some runs. Without runs,
-    those of the last results, where the machine was quiet."""
+    those of the last results, with the commit that they are of."""
     if not options.repeats:
-        yield from (entry for entry in old if entry["rows"].startswith("cost, "))
+        commit = {"commit": old["environment"].get("commit")}
+        yield from (commit | each for each in old["results"] if each["rows"].startswith("cost, "))
         return
     for rows, cases in COSTS.items():
         _, folder = make(options.data, rows, options.scale)
@@ -234,7 +235,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         options.data = options.data or Path(name)
         results = compare(options, old["results"])
-        results += [*met(), *mixtures(options), *costs(options, old["results"])]
+        results += [*met(), *mixtures(options), *costs(options, old)]
     path = write_result("shuffle", results, options.results, peers=versions, scale=options.scale)
     if options.json:
         print(path.read_text())
