@@ -139,8 +139,9 @@ def test_accounts_steps_left_out_of_unknown_sizes_move_little() -> None:
 
     def make(number: int) -> Step:
         is_usable = number % 100 >= 20
-        size = 1000.0 if is_usable else 500.0
-        return step(number, 0.01, size=size - (number == 50), is_usable=is_usable)
+        size, is_short = 1000.0 if is_usable else 500.0, number == 50
+        work = 0.005 if is_short else 0.01
+        return step(number, work, size=size - is_short, is_usable=is_usable)
 
     accounts = filled(400, {at: [traced(at, 0.008, at)] for at in (100, 200, 300)}, make)
     assert accounts.read().seconds == pytest.approx(4.0, abs=0.01)
