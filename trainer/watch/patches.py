@@ -14,11 +14,11 @@ from tokenfeed.trainer.stall.causes import Cause
 
 
 class Call(NamedTuple):
-    """A function or method whose time belongs to a cause."""
+    """A function or method whose time belongs to a cause, or to work if that is None."""
 
     module: str
     name: str
-    cause: Cause
+    cause: Cause | None
 
 
 CALLS: tuple[Call, ...] = (
@@ -40,6 +40,12 @@ CALLS: tuple[Call, ...] = (
             Call(f"{lightning}.loops.evaluation_loop", "_EvaluationLoop.run", "evaluation"),
             Call(f"{lightning}.trainer.trainer", "Trainer.save_checkpoint", "checkpoint"),
         )
+    ),
+    Call("keras.src.optimizers.base_optimizer", "BaseOptimizer.apply", None),
+    *(  # a policy plays in eval mode
+        Call(f"stable_baselines3.common.{kind.lower()}_policy_algorithm", name, "data")
+        for kind in ("On", "Off")
+        for name in (f"{kind}PolicyAlgorithm.collect_rollouts",)
     ),
     Call("wandb.sdk.wandb_run", "Run.log", "log"),
     Call("mlflow.tracking.fluent", "log_metrics", "log"),

@@ -248,7 +248,7 @@ class Watch:
         self.is_compiling = torch.compiler.is_dynamo_compiling
         fetch, make = dataloader._BaseDataLoaderIter.__next__, dataloader.DataLoader.__init__
         train, update = torch.nn.Module.train, torch.amp.GradScaler.update
-        zero_grad, now = torch.optim.Optimizer.zero_grad, time.perf_counter
+        zero = self._worked(torch.optim.Optimizer.zero_grad)
         backward, start = torch.autograd.backward, spawning.start_processes
 
         @functools.wraps(fetch)
@@ -296,16 +296,6 @@ class Watch:
                     watch._in_mode = False
                     watch._mode_changed(module, mode)
 
-        @functools.wraps(zero_grad)
-        def zero(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            began, meter = now(), watch._meter
-            try:
-                zero_grad(optimizer, *args, **kwargs)
-            finally:
-                # Time on a CPU shows nothing about its use.
-                if meter is not None and meter.phase == "before" and watch.thread == get_ident():
-                    meter.add_work(began)
-
         @functools.wraps(update)
         def update_scale(scaler: Any, *args: Any, **kwargs: Any) -> None:
             update(scaler, *args, **kwargs)
@@ -337,7 +327,26 @@ class Watch:
         patched.replace(spawning, "start_processes", start_processes)
         patched.replace(torch.multiprocessing, "start_processes", start_processes)
 
-    def _charged(self, call: Callable[..., Any], cause: Cause) -> Callable[..., Any]:
+    def _worked(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A call between a step and the next forward pass is work, such as `zero_grad`. Time on a
+        CPU shows nothing about its use."""
+        now = time.perf_counter
+
+        @functools.wraps(call)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            began, meter = now(), self._meter
+            try:
+                return call(*args, **kwargs)
+            finally:
+                if meter is not None and meter.phase == "before" and self.thread == get_ident():
+                    meter.add_work(began)
+
+        return run
+
+    def _charged(self, call: Callable[..., Any], cause: Cause | None) -> Callable[..., Any]:
+        if cause is None:
+            return self._worked(call)
+
         @functools.wraps(call)
         def run(*args: Any, **kwargs: Any) -> Any:
             if cause == "checkpoint" and self._ideal:

@@ -3,7 +3,9 @@
 Waits are long, so that two points are milliseconds a step, also on a machine in use.
 """
 
+import importlib
 import logging
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -190,3 +192,44 @@ def test_loop_of_accelerate_agrees_with_stopwatch(tmp_path: Path) -> None:
     assert_agrees(running.report, stopwatch, "data")
     found, truth = running.report.causes["checkpoint"].fraction, stopwatch.share("checkpoint")
     assert found == pytest.approx(truth, abs=tolerance(running.report))
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "cause"),
+    [
+        ("keras.src.optimizers.base_optimizer", "BaseOptimizer.apply", "work"),
+        (
+            "stable_baselines3.common.on_policy_algorithm",
+            "OnPolicyAlgorithm.collect_rollouts",
+            "data",
+        ),
+    ],
+)
+def test_calls_of_other_trainers_are_what_they_are(
+    module: str, name: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The update of Keras is work, although it is no optimizer of torch. A policy that plays in
+    eval mode makes data. Neither package is installed here: what stands for them sleeps."""
+    (owner, method), package = name.split("."), module.partition(".")[0]
+    path = tmp_path.joinpath(*module.split(".")).with_suffix(".py")
+    path.parent.mkdir(parents=True)
+    path.write_text(
+        f"import time\nclass {owner}:\n    def {method}(self, model):\n"
+        f"        model.train({cause == 'work'})\n        time.sleep(0.03)\n"
+        "        model.train()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    model = Tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with tokenfeed.watch() as running:
+        call = getattr(getattr(importlib.import_module(module), owner)(), method)
+        for _ in range(45):
+            model(torch.ones(8), torch.ones(8))["loss"].backward()
+            if cause == "data":
+                optimizer.step()
+            call(model)
+    found = {each: part.fraction for each, part in running.report.causes.items()}
+    share = 1 - running.report.stall if cause == "work" else found[cause]
+    assert share > 0.8, found
+    for each in [each for each in sys.modules if each.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, each)
