@@ -242,6 +242,11 @@ def report(progress: Any) -> None:
         _to_parent.send(False, progress)
 
 
+def is_child() -> bool:
+    """Return whether this process is a child that `Child` has started, or a copy of one."""
+    return _to_parent is not None
+
+
 class _Pipes:
     """Two pipes as a connection, for systems where a child inherits no socket."""
 

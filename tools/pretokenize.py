@@ -69,6 +69,8 @@ def needs_workers(arguments: list[str]) -> bool:
         return False  # others do the work, or have done it
     from tokenfeed.tools.jobs.executors import SMALL_BYTES
 
+    if not {"chat", "--task=chat"}.isdisjoint(arguments):
+        return True
     num_bytes = 0
     for before, argument in pairwise(["", *arguments]):
         if not before.startswith("-") and not argument.startswith("-"):

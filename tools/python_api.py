@@ -125,7 +125,7 @@ def pretokenize(
     words = {name: value for name, value in given.items() if name not in ("source", "out")}
     with ExitStack() as stack:
         stack.callback(end_early)
-        if runner == "local" and _is_large(source):
+        if runner == "local" and (task == "chat" or _is_large(source)):
             start_early(has_texts=task != "ids")
         return _pretokenized(source, out, words, stack)
 

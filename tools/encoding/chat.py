@@ -373,7 +373,7 @@ class ChatTemplate:
             try:
                 before = self._text(conversation.until(turn), prompt=True)
             except Unusable as reason:
-                raise Unusable(f"message {turn + 1}: before it, {reason}") from None
+                raise type(reason)(f"message {turn + 1}: before it, {reason}") from None
             until = text
             if turn + 1 < len(messages):
                 until = self._text(conversation.until(turn + 1))

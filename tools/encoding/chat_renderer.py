@@ -5,12 +5,22 @@ rendering and the text that it makes. `strftime_now`, `lipsum` and the filter `r
 the same command makes the same data set.
 """
 
+import contextlib
 import functools
 import importlib.util
 import json
+import os
 import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any, Never
 
+if sys.platform != "win32":
+    import resource
+
+from tokenfeed.pipeline.errors import TokenizerError
+from tokenfeed.pipeline.processes import is_child
 from tokenfeed.tools.corpus.records import Unusable
 
 _BEGIN, _END = "tokenfeed_begin", "tokenfeed_end"
@@ -24,9 +34,11 @@ _KEPT = re.compile(
 )
 """Matches comments, the beginnings and ends of what is kept instead of written, {% generation %},
 and other tags that may keep text."""
-_FUEL = 20_000_000
-"""Operations of a rendering, and a tenth of the characters that it makes. A message takes about a
-hundred; loops that do not end take seconds."""
+_FUEL = 5_000_000
+"""Operations of a rendering, and 1/64 of the bytes that it makes. A message takes about a hundred;
+loops that do not end take seconds."""
+_MEMORY, _SECONDS = 2 << 30, 20
+"""Bytes that the process may grow by in a batch, and its time for a conversation."""
 _MOST_CHARACTERS, _MOST_IN_TAG, _MOST_TAGS = 1_000_000, 5_000, 5_000
 """The longest template, tag (without its texts) and number of tags. More of them overflow the
 stack of the compiler, which recurs."""
@@ -44,6 +56,53 @@ UNLIKE_SPACE = re.compile(r'"(?:\\[nrtf]|\s)*\\u001[c-f]|\\u001[c-f](?:\\[nrtf]|
 """Matches, in JSON, a text that begins or ends with a character that only Python takes for white
 space, so that `trim` differs."""
 _PLACE = re.compile(r" \(in \w+:(\d+)\)")
+
+
+class Exhausted(Unusable):
+    """A template takes more fuel than a rendering has, or makes minijinja fail."""
+
+
+@contextlib.contextmanager
+def bounded() -> Iterator[Callable[[], None]]:
+    """Bound the memory of this process, on Linux, and its time, except on Windows.
+
+    Fuel does not pay for all that a template can do. It nests values until the stack overflows, or
+    walks through lists that contain themselves. Here the system ends the process, and the parent
+    names the template. Call the function that this yields before each conversation.
+    """
+    if sys.platform == "win32":
+        yield lambda: None
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/statm") as file:
+        most = int(file.read().split()[0]) * resource.getpagesize() + _MEMORY
+        if soft == resource.RLIM_INFINITY or most < soft:
+            resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+    try:
+        with _quiet() if is_child() else contextlib.nullcontext():
+            yield lambda: _end_after(_SECONDS)
+    finally:
+        _end_after(0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Drop what libraries write to stderr when they end the process."""
+    stderr = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 2)
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+
+
+def _end_after(seconds: float) -> None:
+    signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 class Renderer:
@@ -223,23 +282,22 @@ def copied(value: Any) -> Any:
     return _Number(value) if isinstance(value, float) else value
 
 
-_RAISED = (ArithmeticError, AttributeError, LookupError, TypeError, Unusable, ValueError)
-"""What templates raise."""
-
-
 def unusable(problem: str, error: BaseException) -> Unusable:
     """Return what a template raised as a reason for rejecting a record. Raise any other error."""
     name = type(error).__name__
-    if isinstance(error, _RAISED) or name == "PanicException":  # a fault of minijinja
-        reason = str(error)
-    elif isinstance(error, RecursionError):
+    if isinstance(error, MemoryError):
+        raise TokenizerError("the chat template takes too much memory. Use another one.") from None
+    if not isinstance(error, Exception) and name != "PanicException":  # a fault of minijinja
+        raise error
+    reason = str(error)
+    if isinstance(error, RecursionError):
         reason = name
     elif name == "TemplateError":
         reason = _reason_of(error)
-    else:
-        raise error
-    shown = " ".join(reason.split()).rstrip(".")
-    return Unusable(f"{problem}: {shown[:200]}" if shown else problem)
+    shown = " ".join(reason[:1000].split()).rstrip(".")
+    is_exhausted = name == "PanicException" or getattr(error, "kind", "") == "OutOfFuel"
+    made = Exhausted if is_exhausted else Unusable
+    return made(f"{problem}: {shown[:200]}" if shown else problem)
 
 
 def _reason_of(error: Any) -> str:

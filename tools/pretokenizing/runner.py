@@ -57,7 +57,7 @@ def run_units(run: Prepared, records: RunRecords) -> EngineName:
         KeyboardInterrupt: The message says how many units are finished.
     """
     settings = run.encoding
-    with _saying_what_is_kept(len(run.own_units), records):
+    with _saying_what_is_kept(len(run.own_units), records, settings.task.risk):
         if settings.engine != ReferenceEngine.name and not records.engine_rejected:
             try:
                 _encode_all(run, settings, records)
@@ -73,7 +73,7 @@ def run_units(run: Prepared, records: RunRecords) -> EngineName:
 
 
 @contextlib.contextmanager
-def _saying_what_is_kept(num_units: int, records: RunRecords) -> Iterator[None]:
+def _saying_what_is_kept(num_units: int, records: RunRecords, risk: str) -> Iterator[None]:
     """Add the number of recorded units to an interruption and to the death of a worker.
 
     Raises:
@@ -91,7 +91,7 @@ def _saying_what_is_kept(num_units: int, records: RunRecords) -> Iterator[None]:
     except KeyboardInterrupt:
         raise KeyboardInterrupt(kept()) from None
     except WorkerDied as died:
-        raise TokenfeedError(f"{died}; {kept()}") from None
+        raise TokenfeedError(f"{died}{risk}; {kept()}") from None
     except FileNotFoundError:
         records.check()
         raise
@@ -164,7 +164,7 @@ def _crew(
     run: Prepared, settings: EncodeSettings, units: list[_Work], bar: Bar
 ) -> Iterator[Crew | _Alone]:
     """Start the workers that encode `units`. All processes end with the block."""
-    if is_small(run.units) or not units:
+    if not units or (is_small(run.units) and not settings.task.risk):
         is_reference = settings.engine == ReferenceEngine.name
         engine = (ReferenceEngine if is_reference else FastEngine.from_tokenizer)(run.tokenizer)
         do = settings.begin(lambda *progress: bar.advance(Done(*progress)), engine)

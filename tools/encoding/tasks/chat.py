@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from tokenfeed.pipeline.arithmetic import Ragged, join
-from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.errors import ConfigError, TokenizerError
 from tokenfeed.pipeline.format.kinds import REJECTED, Kind
 from tokenfeed.pipeline.format.schema import INPUT_IDS, KINDS, Task
 from tokenfeed.tools.corpus.records import FieldKind, Fields, Unusable
@@ -29,7 +29,7 @@ from tokenfeed.tools.encoding.chat_messages import (
 )
 from tokenfeed.tools.encoding.chat_parts import COUNTS, Rendered, TokensOfTexts
 from tokenfeed.tools.encoding.chat_places import KnownText
-from tokenfeed.tools.encoding.chat_renderer import UNLIKE_SPACE, to_json
+from tokenfeed.tools.encoding.chat_renderer import UNLIKE_SPACE, Exhausted, bounded, to_json
 from tokenfeed.tools.encoding.tasks.base import (
     SHOWN,
     Encode,
@@ -82,6 +82,10 @@ class ChatEncoder(TaskEncoder):
     }
     """Usual names of fields that a record of any layout may have."""
     keeps: ClassVar[bool] = True
+    risk: ClassVar[str] = (
+        ". If the chat template was the reason, because it takes too much memory or does not end, "
+        "use another one"
+    )
     checks_in_encode: ClassVar[bool] = True
     messages: str | None = "messages"
     prompt: str | None = None
@@ -209,17 +213,29 @@ class ChatEncoder(TaskEncoder):
             TokenizerError: A text differs.
         """
         assert self.chat_template
+        with bounded() as begin:
+            self._compare(values, begin)
+
+    def _compare(self, values: FieldValues, begin: Callable[[], None]) -> None:
+        assert self.chat_template
         for row in range(min(_COMPARED, len(next(iter(values.values()), [])))):
             for ending in self._endings:
+                begin()
                 with suppress(Unusable, RecursionError):
                     conversation = self._conversation(values, row, ending)
                     self._check_special(conversation)
                     self.chat_template.compare(self.chat_template.with_texts(conversation)[0])
 
-    def _encoded(self, values: FieldValues, encode: Encode, ending: str) -> Samples:
-        """Turn R records into R conversations, which end with the given field."""
+    def _rendered(
+        self, values: FieldValues, ending: str, begin: Callable[[], None]
+    ) -> tuple[list[Rendered], list[dict[str, list[float]]], dict[int, str], dict[str, np.ndarray]]:
+        """Render R conversations, which end with the given field; those that are unusable are
+        empty. Return them, the numbers of their messages, the reasons, and counts by name.
+
+        Raises:
+            TokenizerError: Too many renderings take too long.
+        """
         assert self.chat_template, "the template is not known"
-        assert self.places, "the tokenizer is not known"
         rendered: list[Rendered] = []
         numbers: list[dict[str, list[float]]] = []
         num_rows = len(next(iter(values.values())))
@@ -227,9 +243,11 @@ class ChatEncoder(TaskEncoder):
         unusable: dict[int, str] = {}
         reads = functools.cache(self.chat_template.reads)
         known = KnownText()
+        exhausted = 0
         for row in range(num_rows):
             rendered.append(Rendered())
             numbers.append({})
+            begin()
             try:
                 conversation = self._conversation(values, row, ending)
                 self._check_special(conversation)
@@ -255,8 +273,22 @@ class ChatEncoder(TaskEncoder):
                         of_rows.setdefault(name, np.zeros(num_rows, np.int64))[row] = number
             except Unusable as reason:
                 unusable[row] = str(reason)
+                exhausted += isinstance(reason, Exhausted)
+                if exhausted > _MOST_EXHAUSTED:
+                    raise TokenizerError(
+                        f"the chat template does not end in {exhausted} of {row + 1:,} "
+                        f"conversations, or writes too much. Use another one."
+                    ) from None
             except RecursionError:
                 unusable[row] = "is nested too deeply"
+        return rendered, numbers, unusable, of_rows
+
+    def _encoded(self, values: FieldValues, encode: Encode, ending: str) -> Samples:
+        """Turn R records into R conversations, which end with the given field."""
+        assert self.places, "the tokenizer is not known"
+        assert self.chat_template, "the template is not known"
+        with bounded() as begin:
+            rendered, numbers, unusable, of_rows = self._rendered(values, ending, begin)
         texts = [each.text.encode() for each in rendered]
         ids = encode(texts)
         tokens = TokensOfTexts(rendered, b"".join(texts), *self.places.starts(texts, ids))
@@ -418,6 +450,9 @@ _SILENT = "has nothing to learn: the assistant says nothing, or only messages of
 
 _COMPARED = 100
 """Records that `transformers` renders too."""
+
+_MOST_EXHAUSTED = 10
+"""Renderings of a batch that may take too long. Each takes seconds."""
 
 _MOST_NOTES = 100
 """Different counts, most of them of keys of messages."""
