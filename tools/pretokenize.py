@@ -67,9 +67,9 @@ def needs_workers(arguments: list[str]) -> bool:
     """
     if {"--runner", "--finish"} & set(arguments):
         return False  # others do the work, or have done it
-    from tokenfeed.tools.jobs.executors import SMALL_BYTES
+    from tokenfeed.tools.jobs.executors import IN_CHILDREN, SMALL_BYTES
 
-    if not {"chat", "--task=chat"}.isdisjoint(arguments):
+    if not IN_CHILDREN.isdisjoint(word.removeprefix("--task=") for word in arguments):
         return True
     num_bytes = 0
     for before, argument in pairwise(["", *arguments]):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.tools.jobs import executors
 from tokenfeed.tools.jobs.executors import Runner, end_early, start_early
 from tokenfeed.tools.pretokenize import needs_workers
 
@@ -125,7 +126,7 @@ def pretokenize(
     words = {name: value for name, value in given.items() if name not in ("source", "out")}
     with ExitStack() as stack:
         stack.callback(end_early)
-        if runner == "local" and (task == "chat" or _is_large(source)):
+        if runner == "local" and (task in executors.IN_CHILDREN or _is_large(source)):
             start_early(has_texts=task != "ids")
         return _pretokenized(source, out, words, stack)
 

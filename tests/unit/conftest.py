@@ -7,6 +7,7 @@ from multiprocessing import process
 import pytest
 
 from tokenfeed.pipeline.errors import TokenfeedError
+from tokenfeed.tools.jobs import executors
 
 STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system")
 started: list[str] = []
@@ -23,6 +24,7 @@ sys.addaudithook(_note)
 @pytest.fixture(autouse=True)
 def in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fail where a process was started: such a test belongs to tests/commands."""
+    monkeypatch.setattr(executors, "IN_CHILDREN", set())
     monkeypatch.setattr(process.BaseProcess, "start", lambda _: started.append("multiprocessing"))
     started.clear()
     yield

@@ -41,6 +41,8 @@ class Cluster(NamedTuple):
 
 
 ResultT = TypeVar("ResultT")
+IN_CHILDREN = {"chat"}
+"""Tasks whose records may end the process that encodes them, so that it is always a child."""
 SMALL_BYTES = 2_000_000
 """Largest input that this process finishes before workers would start."""
 

@@ -30,6 +30,7 @@ from tokenfeed.tools.encoding.engines import (
 )
 from tokenfeed.tools.encoding.record_blocks import UnitResult, too_many_rejects
 from tokenfeed.tools.encoding.unit import Encoded, EncodeSettings
+from tokenfeed.tools.jobs import executors
 from tokenfeed.tools.jobs.crew import (
     Crew,
     Done,
@@ -164,7 +165,7 @@ def _crew(
     run: Prepared, settings: EncodeSettings, units: list[_Work], bar: Bar
 ) -> Iterator[Crew | _Alone]:
     """Start the workers that encode `units`. All processes end with the block."""
-    if not units or (is_small(run.units) and not settings.task.risk):
+    if not units or (is_small(run.units) and run.options.task not in executors.IN_CHILDREN):
         is_reference = settings.engine == ReferenceEngine.name
         engine = (ReferenceEngine if is_reference else FastEngine.from_tokenizer)(run.tokenizer)
         do = settings.begin(lambda *progress: bar.advance(Done(*progress)), engine)

@@ -97,8 +97,7 @@ class TaskEncoder(ABC):
     has_texts: ClassVar[bool] = True
     """Whether `encode` calls an engine."""
     risk: ClassVar[str] = ""
-    """What may have ended a process that encoded records, for the error. With such a risk, the
-    process is always a child."""
+    """What may have ended a process that encoded records, for the error."""
     checks_in_encode: ClassVar[bool] = False
     """Whether `encode` itself finds the records that `unusable` would return."""
     add_special_tokens: bool = False
