@@ -258,7 +258,7 @@ def _values(column: pa.Array, kind: FieldKind) -> Sequence[Any]:
     if kind not in _ARRAYS:
         return list(column.to_pylist())
     values = _numpy(column.flatten(), kind)
-    sizes = pc.list_value_length(column).to_numpy()  # pyright: ignore[reportAttributeAccessIssue]
+    sizes = np.from_dlpack(pc.list_value_length(column))  # pyright: ignore[reportAttributeAccessIssue]
     if kind is FieldKind.IDS:
         return IdRows(values, offsets_of(sizes))
     return np.split(values, np.cumsum(sizes)[:-1]) if len(sizes) else []
@@ -266,7 +266,11 @@ def _values(column: pa.Array, kind: FieldKind) -> Sequence[Any]:
 
 def _numpy(values: pa.Array, kind: FieldKind) -> np.ndarray:
     """Return numbers without nulls as an array."""
-    array: np.ndarray = values.to_numpy(zero_copy_only=False).astype(_ARRAYS[kind])
+    try:
+        numbers = np.from_dlpack(values)  # `to_numpy` imports pandas
+    except (pa.ArrowException, NotImplementedError):  # such as bool
+        numbers = values.to_numpy(zero_copy_only=False)
+    array: np.ndarray = numbers.astype(_ARRAYS[kind])
     return array
 
 

@@ -22,7 +22,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 import pyarrow as pa
@@ -53,6 +53,8 @@ _CHUNK_IDS, _CHUNK_ROWS = 1 << 20, 1 << 20
 """Ids, and entries of an index, that are read at once."""
 _TABLE_BYTES = 1 << 20
 """Bytes of a table that are read at once; no line may be longer."""
+_SMALL_TABLE_BYTES = 1 << 24
+"""A compressed table is kept in memory up to this size. Its file is cut into parts then."""
 _SCHEMA = pa.schema({"input_ids": pa.list_(pa.uint32())})
 _LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 """dtype by magic and version."""
@@ -127,16 +129,18 @@ def _opened(source: InputFile) -> _Tokens:
         return _datatrove(source)
     if name.endswith(".npy"):
         table = _beside(source, ".csv.gz")
-        by_table = partial(_by_csv, table) if table else None
+        is_small = isinstance(table, str) and os.path.getsize(table) < _SMALL_TABLE_BYTES
+        by_table = partial(_by_small_csv if is_small else _by_csv, table) if table else None
+        can_cut = is_small or not table
         with open_location(source.path) as file:
             head = file.read(1 << 16)
         if head.startswith(MAGIC_PREFIX):
             own, first = _numpy_header(head, source.bytes)
-            return replace(flat(own, by_table, first=first), can_cut=not table)
+            return replace(flat(own, by_table, first=first), can_cut=can_cut)
         assert source.ids
         if source.ids.dtype == "<u2":
             _refuse_four_bytes(source)
-        return replace(flat(source.ids.dtype, by_table), can_cut=not table)
+        return replace(flat(source.ids.dtype, by_table), can_cut=can_cut)
     if index := _beside(source, ".idx"):
         return _megatron(source, index)
     if other := _beside(source, FOREIGN_INDEX):
@@ -329,11 +333,12 @@ def _by_csv(table: Location, row: int, end: int) -> Iterator[np.ndarray]:
         column_types=dict.fromkeys(("f0", "f1"), pa.int64()),
         null_values=[],
     )
+    assert row == end == 0
     with open_location(table) as opened, gzip.open(opened, "rb") as file:
         try:
             batches = csv.open_csv(file, read, parse, convert)
             for batch in batches:
-                starts, ends = (column.to_numpy() for column in batch.columns)
+                starts, ends = map(np.from_dlpack, batch.columns)  # `to_numpy` imports pandas
                 if not len(ends):
                     continue
                 if starts[0] != end or (starts[1:] != ends[:-1]).any():
@@ -342,6 +347,21 @@ def _by_csv(table: Location, row: int, end: int) -> Iterator[np.ndarray]:
                 end = int(ends[-1])
         except (ValueError, OSError, EOFError, zlib.error, pa.ArrowException, KeyError) as error:
             raise ValueError(f"{_name_of(table)} is damaged: {error}") from None
+
+
+def _by_small_csv(table: str, row: int, end: int) -> Iterator[np.ndarray]:
+    """Return the lengths of the rows from one of them on."""
+    lengths = _lengths_in(table, os.stat(table).st_mtime_ns)
+    if lengths[:row].sum() != end:
+        raise ValueError(f"{_name_of(table)} has changed")
+    for at in range(row, len(lengths), _CHUNK_ROWS):
+        yield lengths[at : at + _CHUNK_ROWS]
+
+
+@lru_cache(maxsize=2)
+def _lengths_in(table: str, _modified: int) -> np.ndarray:
+    """Return the lengths of all rows in a table, for all parts of the file."""
+    return np.concatenate([np.empty(0, np.int64), *_by_csv(table, 0, 0)])
 
 
 def _between(ends: np.ndarray, begin: int) -> np.ndarray:
