@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tokenfeed.pipeline.format.kinds import Kind
@@ -51,7 +51,7 @@ class Conversation:
 
     def copied(self) -> "Conversation":
         """Return a copy that templates may read and change; see `chat_renderer.copied`."""
-        return Conversation(*(copied(getattr(self, each.name)) for each in fields(self)))
+        return Conversation(copied(self.messages), copied(self.tools), copied(self.arguments))
 
     def until(self, stop: int) -> "Conversation":
         """Return the conversation with its first messages only."""

@@ -170,7 +170,7 @@ class Rendered:
 
     text: str = ""
     starts: tuple[int, ...] = (0,)
-    """Where each stretch of one kind begins, ascending from 0."""
+    """Where each stretch of one kind begins, ascending from 0; it may be empty."""
     kinds: tuple[int, ...] = (Kind.TEMPLATE,)
     """The kind of each stretch."""
     messages: tuple[Range, ...] = ()
@@ -201,8 +201,9 @@ class TokensOfTexts:
         """
         self._rendered, self._texts = rendered, texts
         self._starts, self._ends = starts, ends
-        is_first = (np.frombuffer(texts, np.uint8) & 0xC0) != 0x80
-        self._byte_of = np.append(np.flatnonzero(is_first), len(texts))
+        is_first = np.ones(len(texts) + 1, bool)
+        np.not_equal(np.frombuffer(texts, np.uint8) & 0xC0, 0x80, out=is_first[:-1])
+        self._byte_of = np.flatnonzero(is_first)
         self._first = offsets_of(np.array([len(each.text) for each in rendered], np.int64))[:-1]
 
     def _bytes_of(self, places: list[tuple[int, ...]] | list[tuple[Range, ...]]) -> np.ndarray:
@@ -375,24 +376,16 @@ def laid_out(
         if turn not in unlearnt:
             found = _kinds_of(blank, own[first:at], (start, end), special, has_thoughts)
             no_stop += found[-1][1] is not Kind.STOP
-            begins += *found, (end, _TEMPLATE)
+            begins += found
+            begins.append((end, _TEMPLATE))
         messages.append((start, end))
         spans.append((start, end))
         owners.append(turn)
-    starts: list[int] = []
-    kinds: list[Kind] = []
-    last_start = last_kind = -1
-    for place, kind in begins:
-        if place == last_start:
-            kinds[-1] = last_kind = kind
-        elif kind != last_kind:
-            starts.append(place)
-            kinds.append(kind)
-            last_start, last_kind = place, kind
+    starts, kinds = zip(*begins, strict=True)
     return Rendered(
         text=text,
-        starts=tuple(starts),
-        kinds=tuple(kinds),
+        starts=starts,
+        kinds=kinds,
         messages=tuple(messages),
         spans=tuple(spans),
         owners=tuple(owners),

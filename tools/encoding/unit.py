@@ -212,7 +212,9 @@ class UnitEncoder:
         num_bytes = np.fromiter(map(len, texts), np.int64, len(texts))
         for index, reason in samples.unusable.items():
             ledger.reject(int(batch.sources[index]), Reject(int(batch.records[index]), reason))
-        usable = np.setdiff1d(np.arange(len(batch)), [*samples.unusable])
+        usable = np.arange(len(batch))
+        if samples.unusable:
+            usable = np.setdiff1d(usable, [*samples.unusable])
         ledger.count(batch.sources[usable], num_bytes[usable], samples.has_text[usable])
         for name, counts in samples.counts.items():
             ledger.counts[name] += int(counts[samples.has_text].sum())

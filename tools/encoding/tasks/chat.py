@@ -229,8 +229,9 @@ class ChatEncoder(TaskEncoder):
     def _rendered(
         self, values: FieldValues, ending: str, begin: Callable[[], None]
     ) -> tuple[list[Rendered], list[dict[str, list[float]]], dict[int, str], dict[str, np.ndarray]]:
-        """Render R conversations, which end with the given field; those that are unusable are
-        empty. Return them, the numbers of their messages, the reasons, and counts by name.
+        """Render R conversations, which end with the given field. An unusable one becomes an
+        empty text. Return the texts, the numbers of their messages, the reasons, and counts by
+        name.
 
         Raises:
             TokenizerError: Too many renderings take too long.
@@ -251,7 +252,7 @@ class ChatEncoder(TaskEncoder):
             try:
                 conversation = self._conversation(values, row, ending)
                 self._check_special(conversation)
-                of_messages = self._numbers(conversation)
+                of_messages = self._numbers(conversation) if self.keep else {}
                 conversation, num_joined = self.chat_template.with_texts(conversation)
                 made = self.chat_template.render(conversation, known)
                 is_proved = not made.counts[COUNTS.index("unproved")]

@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +162,9 @@ def pieces_of(source: str, messages: list[Message]) -> list[tuple[str, str]]:
     found = rendered(source, messages)
     edges = [*found.starts, len(found.text)]
     texts = [found.text[start:end] for start, end in pairwise(edges)]
-    pairs = zip(found.kinds, texts, strict=True)
-    return [(Kind(kind).label, text) for kind, text in pairs if kind and text]
+    pairs = [pair for pair in zip(found.kinds, texts, strict=True) if pair[1]]
+    joined = groupby(pairs, lambda pair: pair[0])
+    return [(Kind(kind).label, "".join(text for _, text in of)) for kind, of in joined if kind]
 
 
 ODD = ["", " ", "\n\n", "  two  ", "\nseam\n", "e\u0301", "漢字 🎉", "\u200b", "</think>", "user"]
