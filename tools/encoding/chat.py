@@ -40,6 +40,7 @@ from tokenfeed.tools.encoding.chat_parts import (
 )
 from tokenfeed.tools.encoding.chat_places import KnownText, contents_of
 from tokenfeed.tools.encoding.chat_renderer import (
+    Exhausted,
     Renderer,
     copied,
     rendered_by_transformers,
@@ -217,11 +218,14 @@ class ChatTemplate:
 
         Raises:
             TokenizerError: The texts differ.
+            Exhausted: The template takes too long.
         """
         if "strftime_now" in self._renderer.unset:
             return  # `transformers` writes the day
         try:
             ours = self._text(conversation.copied())
+        except Exhausted:
+            raise
         except Unusable:
             return
         theirs = rendered_by_transformers(self.source, self._variables(conversation))

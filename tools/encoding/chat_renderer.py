@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Never
 
@@ -27,13 +28,12 @@ _BEGIN, _END = "tokenfeed_begin", "tokenfeed_end"
 """Variables that a template writes in place of {% generation %} and {% endgeneration %}."""
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 _KEPT = re.compile(
-    r"\{\#.*?\#\}"
-    r" | \{%[-+]?\s*(?:(macro|call|filter|set\b[^=]*?%\}) | (end(?:macro|call|filter|set)\b)"
+    r"\{%[-+]?\s*(?:(macro|call|filter|set\b[^=]*?%\}) | (end(?:macro|call|filter|set)\b)"
     r" | (generation) | (block|import|from|include|extends)) | \b(recursive)\s*[-+]?%\}",
     re.DOTALL | re.VERBOSE,
 )
-"""Matches comments, the beginnings and ends of what is kept instead of written, {% generation %},
-and other tags that may keep text."""
+"""Matches the beginnings and ends of what is kept instead of written, {% generation %}, and other
+tags that may keep text."""
 _FUEL = 5_000_000
 """Operations of a rendering, and 1/64 of the bytes that it makes. A message takes about a hundred;
 loops that do not end take seconds."""
@@ -42,11 +42,15 @@ _MEMORY, _SECONDS = 2 << 30, 20
 _MOST_CHARACTERS, _MOST_IN_TAG, _MOST_TAGS = 1_000_000, 5_000, 5_000
 """The longest template, tag (without its texts) and number of tags. More of them overflow the
 stack of the compiler, which recurs."""
-_TAG = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
-_TEXT = re.compile(r""" "(?:[^"\\]|\\.)*" | '(?:[^'\\]|\\.)*' """, re.DOTALL | re.VERBOSE)
-_NO_TEXT_WRITTEN = re.compile(
-    rf"""\{{\#.*?\#\}} | \.\w+\([^()]*\) | (?:[=!]=|\bin)\s*(?:{_TEXT.pattern})
-    | (?:{_TEXT.pattern})\s*(?:[=!]=|(?:not\s+)?in\b)""",
+_OPENING, _CLOSING = re.compile(r"\{[{%]"), re.compile(r"[%}]\}")
+_TEXT = re.compile(
+    r""" "(?:[^"\\]|\\(?:.|\Z))*(?:"|\Z) | '(?:[^'\\]|\\(?:.|\Z))*(?:'|\Z) """,
+    re.DOTALL | re.VERBOSE,
+)
+"""Matches a text; an open one up to the end, because others would be tried from each quote on."""
+_NOT_WRITTEN = re.compile(
+    rf"""\.\w+\([^()]*\) | (?:[=!]=|\bin)\s*(?:{_TEXT.pattern})
+    | (?P<written>{_TEXT.pattern}) (?P<compared>\s*(?:[=!]=|(?:not\s+)?in\b))?""",
     re.DOTALL | re.VERBOSE,
 )
 _NAMESPACE = re.compile(r"\b(\w+)\s*=\s*namespace\s*\(")
@@ -56,6 +60,10 @@ UNLIKE_SPACE = re.compile(r'"(?:\\[nrtf]|\s)*\\u001[c-f]|\\u001[c-f](?:\\[nrtf]|
 """Matches, in JSON, a text that begins or ends with a character that only Python takes for white
 space, so that `trim` differs."""
 _PLACE = re.compile(r" \(in \w+:(\d+)\)")
+
+
+_one_at_a_time = threading.Lock()
+"""Held by the thread that renders, because limits are those of the process."""
 
 
 class Exhausted(Unusable):
@@ -73,6 +81,12 @@ def bounded() -> Iterator[Callable[[], None]]:
     if sys.platform == "win32":
         yield lambda: None
         return
+    with _one_at_a_time, _limits():
+        yield lambda: _end_after(_SECONDS)
+
+
+@contextlib.contextmanager
+def _limits() -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(OSError, ValueError), open("/proc/self/statm") as file:
         most = int(file.read().split()[0]) * resource.getpagesize() + _MEMORY
@@ -81,7 +95,7 @@ def bounded() -> Iterator[Callable[[], None]]:
     mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     try:
         with _quiet() if is_child() else contextlib.nullcontext():
-            yield lambda: _end_after(_SECONDS)
+            yield
     finally:
         _end_after(0)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -114,7 +128,7 @@ class Renderer:
         Raises:
             Unusable: It is not valid, or too long.
         """
-        tags = [_TEXT.sub("", tag) for tag in _TAG.findall(source)]
+        tags = [_TEXT.sub("", source[begin + 2 : end - 2]) for begin, end in _tags(source)]
         if max(len(source) / _MOST_CHARACTERS, len(tags) / _MOST_TAGS) > 1:
             raise Unusable(f"is too long: {len(source):,} characters with {len(tags):,} tags")
         if (longest := max(map(len, tags), default=0)) > _MOST_IN_TAG:
@@ -184,7 +198,34 @@ def _contained(tags: list[str]) -> str:
 
 def texts_written(source: str) -> str:
     """Return a template without comments, and without the texts that it searches or compares."""
-    return _NO_TEXT_WRITTEN.sub("", source)
+    source, parts, at = _without_comments(source), [], 0
+    for begin, end in _tags(source):
+        parts += [source[at:begin], _NOT_WRITTEN.sub(_kept_text, source[begin:end])]
+        at = end
+    return "".join([*parts, source[at:]])
+
+
+def _kept_text(found: re.Match[str]) -> str:
+    return "" if found["compared"] else found["written"] or ""
+
+
+def _tags(source: str) -> Iterator[tuple[int, int]]:
+    """Yield where tags begin and end. A regular expression for all of them would take quadratic
+    time where brackets stay open; so would one for comments."""
+    at = 0
+    while begin := _OPENING.search(source, at):
+        if not (end := _CLOSING.search(source, begin.end())):
+            break
+        at = end.end()
+        yield begin.start(), at
+
+
+def _without_comments(source: str) -> str:
+    parts, at = [], 0
+    while (begin := source.find("{#", at)) >= 0 and (end := source.find("#}", begin + 2)) >= 0:
+        parts.append(source[at:begin])
+        at = end + 2
+    return "".join([*parts, source[at:]])
 
 
 def rendered_by_transformers(source: str, variables: dict[str, Any]) -> str | None:
@@ -210,10 +251,12 @@ def _with_mark(tag: re.Match[str]) -> str:
 
 def _writes_in_order(source: str) -> bool:
     kept = 0
-    for begins, ends, is_said, other, is_recursive in _KEPT.findall(source):
-        kept += bool(begins) - bool(ends)
-        if other or is_recursive or (is_said and kept):
-            return False
+    source = _without_comments(source)
+    for begin, end in _tags(source):
+        for begins, ends, is_said, other, is_recursive in _KEPT.findall(source[begin:end]):
+            kept += bool(begins) - bool(ends)
+            if other or is_recursive or (is_said and kept):
+                return False
     return True
 
 

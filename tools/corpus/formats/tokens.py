@@ -129,9 +129,10 @@ def _opened(source: InputFile) -> _Tokens:
         return _datatrove(source)
     if name.endswith(".npy"):
         table = _beside(source, ".csv.gz")
-        is_small = isinstance(table, str) and os.path.getsize(table) < _SMALL_TABLE_BYTES
-        by_table = partial(_by_small_csv if is_small else _by_csv, table) if table else None
-        can_cut = is_small or not table
+        by_table: Lengths | None = partial(_by_csv, table) if table else None
+        can_cut = not table
+        if isinstance(table, str) and os.path.getsize(table) < _SMALL_TABLE_BYTES:
+            by_table, can_cut = partial(_by_small_csv, table), True
         with open_location(source.path) as file:
             head = file.read(1 << 16)
         if head.startswith(MAGIC_PREFIX):

@@ -5,7 +5,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, ClassVar, Self
@@ -221,10 +220,14 @@ class ChatEncoder(TaskEncoder):
         for row in range(min(_COMPARED, len(next(iter(values.values()), [])))):
             for ending in self._endings:
                 begin()
-                with suppress(Unusable, RecursionError):
+                try:
                     conversation = self._conversation(values, row, ending)
                     self._check_special(conversation)
                     self.chat_template.compare(self.chat_template.with_texts(conversation)[0])
+                except Exhausted:
+                    return
+                except (Unusable, RecursionError):
+                    pass
 
     def _rendered(
         self, values: FieldValues, ending: str, begin: Callable[[], None]
@@ -452,7 +455,7 @@ _SILENT = "has nothing to learn: the assistant says nothing, or only messages of
 _COMPARED = 100
 """Records that `transformers` renders too."""
 
-_MOST_EXHAUSTED = 10
+_MOST_EXHAUSTED = 3
 """Renderings of a batch that may take too long. Each takes seconds."""
 
 _MOST_NOTES = 100
