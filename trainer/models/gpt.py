@@ -246,11 +246,12 @@ class Rotary(nn.Module):
         return pairs[0].to(dtype), pairs[1].to(dtype)
 
 
-def rotate(x_BTHK: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (k, k + K/2) of a head by its position's angle."""
+def rotate(x_BTHK: Tensor, rotary: tuple[Tensor, Tensor], *, back: bool = False) -> Tensor:
+    """Turn each pair (k, k + K/2) of a head by its position's angle, or turn it back."""
     cosine, sine = rotary
     halves: Tensor = x_BTHK.unflatten(-1, (2, -1))  # type: ignore[no-untyped-call]
-    return (halves * cosine + halves.flip(-2) * sine).flatten(-2)
+    kept, crossed = halves * cosine, halves.flip(-2) * sine
+    return (kept - crossed if back else kept + crossed).flatten(-2)
 
 
 class _Heads(torch.autograd.Function):
@@ -275,17 +276,15 @@ class _Heads(torch.autograd.Function):
             for rows_ED in (weight_ED[: 2 * width], weight_ED[2 * width :])
         )
         both_BTHK, value_BTHK = parts_BTHK
-        query_BTHK, key_BTHK = (
-            rotate(part_BTHK, (cosine, sine)) for part_BTHK in both_BTHK.chunk(2, 2)
-        )
+        query_BTHK, key_BTHK = rotate(both_BTHK, (cosine, sine)).chunk(2, 2)
         return query_BTHK.transpose(1, 2), key_BTHK.transpose(1, 2), value_BTHK.transpose(1, 2)
 
     @staticmethod
     def backward(ctx: Any, *grads_BHTK: Tensor) -> tuple[Tensor | None, ...]:
         query_BTHK, key_BTHK, value_BTHK = (grad_BHTK.transpose(1, 2) for grad_BHTK in grads_BHTK)
-        x_BTD, weight_ED, cosine, sine = ctx.saved_tensors
-        back = cosine, -sine
-        parts_BTHK = rotate(query_BTHK, back), rotate(key_BTHK, back), value_BTHK
+        x_BTD, weight_ED, *rotary = ctx.saved_tensors
+        turned_BTHK = (rotate(each, rotary, back=True) for each in (query_BTHK, key_BTHK))
+        parts_BTHK = (*turned_BTHK, value_BTHK)
         grad_BTE = torch.cat(parts_BTHK, 2).flatten(2)
         of_x, of_weight = ctx.dtypes
         grad_ED = grad_BTE.flatten(0, 1).t() @ x_BTD.flatten(0, 1)

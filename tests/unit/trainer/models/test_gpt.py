@@ -1,13 +1,15 @@
 """The built-in transformer: what a position sees, rotary positions, sizes and initial weights."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.training import make_transformer, one_document_a_row
+from support.training import make_head, make_transformer, one_document_a_row
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tokenfeed.trainer.models.gpt import Rotary, Transformer, rotate
+from tokenfeed.trainer.models.gpt import ModelSize, Rotary, Transformer, rotate
 
 
 def count(model: Transformer) -> int:
@@ -88,3 +90,35 @@ def test_projections_into_the_residual_stream_start_smaller() -> None:
     block = make_transformer("mini", UNPADDED).blocks[0]
     assert block.feed_in.weight.std().item() == pytest.approx(0.02, rel=0.02)
     assert block.feed_out.weight.std().item() == pytest.approx(0.02 / math.sqrt(12), rel=0.02)
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators that compute: on a GPU, each is at least one kernel that the host starts."""
+
+    _VIEWS = ("view", "_unsafe_view", "as_strided", "detach", "expand", "permute", "transpose", "t")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = function.overloadpacket.__name__
+        is_view = name in (*self._VIEWS, "slice", "split", "unbind", "alias")
+        self.count += not is_view and not name.startswith(("empty", "new_empty"))
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_layer_starts_few_kernels() -> None:
+    """In bf16, forward and backward, without a compiler: the host of small models decides."""
+    counts = []
+    for layers in (1, 2):
+        model = Transformer(ModelSize(layers=layers, width=64, heads=2), make_head())
+        micro_batch = one_document_a_row(torch.randint(0, 64, (2, 24)))
+        with Operators() as operators:
+            with torch.autocast("cpu", torch.bfloat16):
+                total = model(micro_batch).sum()
+            total.backward()
+        counts.append(operators.count)
+    assert counts[1] - counts[0] <= 50
