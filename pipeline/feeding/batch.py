@@ -20,7 +20,6 @@ import numpy as np
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.padding import (
-    Fills,
     host_mask,
     pad_on_device,
     pad_on_host,
@@ -28,7 +27,12 @@ from tokenfeed.pipeline.feeding.padding import (
 )
 from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS, is_kept, no_target, role_of
 from tokenfeed.pipeline.planning.batching import Round
-from tokenfeed.pipeline.windows.rank_slice import IS_IGNORED, TARGETS, RankSlice
+from tokenfeed.pipeline.windows.rank_slice import (
+    IS_IGNORED,
+    TARGETS,
+    RankSlice,
+    values_without_row,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -400,7 +404,7 @@ def make_batches(
     """
     import torch
 
-    common, fills = _common(made, form), _in_padding(made.columns, form)
+    common, fills = _common(made, form), values_without_row(made.columns, form.pad_id)
     for part, done in zip(_parts(made), made.rounds(), strict=True):
         batch = Batch(made, part, common)
         inputs, lengths, shape = batch._inputs, batch.lengths, part.shape
@@ -466,17 +470,6 @@ def _copied(array: np.ndarray, device: "torch.device | None") -> "torch.Tensor":
     if device is None:
         return torch.from_numpy(array.copy())
     return torch.from_numpy(array).to(device, non_blocking=True)
-
-
-def _in_padding(columns: dict[str, np.ndarray], form: BatchForm) -> Fills:
-    """Return the value of each column in padding."""
-    fills: Fills = dict.fromkeys(columns, 0)  # integers: a float would change a dtype
-    fills[INPUT_IDS] = form.pad_id
-    if IS_IGNORED in columns:
-        fills[IS_IGNORED] = True
-    if TARGETS in columns:
-        fills[TARGETS] = no_target(is_float=columns[TARGETS].dtype.kind == "f")
-    return fills
 
 
 def _trainable() -> Any:

@@ -14,7 +14,6 @@ from tokenfeed.pipeline.arithmetic import Ragged, join, offsets_of, round_up, ta
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.kinds import TargetRule
 from tokenfeed.pipeline.format.schema import (
-    INPUT_IDS,
     KINDS,
     Role,
     is_target,
@@ -35,7 +34,12 @@ from tokenfeed.pipeline.planning.batching import (
 from tokenfeed.pipeline.planning.permutation import derive_key
 from tokenfeed.pipeline.planning.plan import Ahead, Plan, Position
 from tokenfeed.pipeline.planning.policies import Batching, Pieces, regroup
-from tokenfeed.pipeline.windows.rank_slice import IS_IGNORED, TARGETS, RankSlice
+from tokenfeed.pipeline.windows.rank_slice import (
+    IS_IGNORED,
+    TARGETS,
+    RankSlice,
+    values_without_row,
+)
 from tokenfeed.pipeline.windows.reader import Window, WindowReader
 from tokenfeed.pipeline.windows.row_map import RowMap
 
@@ -141,8 +145,8 @@ class WindowMaker:
         held = lengths
         if begin is not None:
             held = lengths + 1
-            for name, values in columns.items():
-                columns[name] = _put_before(values, lengths, _value_of_begin(name, values, begin))
+            for name, value in values_without_row(columns, begin).items():
+                columns[name] = _put_before(columns[name], lengths, value)
         batches, sequences = mine.batch_offsets, mine.sequence_offsets
         sizes = _sequence_sizes(held, sequences)
         padded = round_up(np.maximum.reduceat(sizes, batches[:-1]), batching.multiple_of)
@@ -303,13 +307,6 @@ def _segments_of(
 def _put_before(values: np.ndarray, lengths: np.ndarray, value: float) -> np.ndarray:
     """Put a value before each piece of a column with one value per token."""
     return join([np.array([value]), Ragged(values, lengths)]).values
-
-
-def _value_of_begin(column: str, values: np.ndarray, token: int) -> float:
-    """Return the value that a begin token has in a column."""
-    if column == TARGETS:
-        return no_target(is_float=values.dtype.kind == "f")
-    return {INPUT_IDS: token, IS_IGNORED: 1}.get(column, 0)
 
 
 def _column_of(window: Window, role: Role) -> np.ndarray | None:

@@ -14,7 +14,7 @@ batch of two sequences of 8 slots, with documents of 3 and 5 tokens, and of 2 an
 Torch-free. Sizes: N tokens, P pieces, S sequences, M micro-batches (one per round).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from math import prod
 from typing import Self
@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from tokenfeed.pipeline.arithmetic import round_up
+from tokenfeed.pipeline.format.schema import INPUT_IDS, no_target
 from tokenfeed.pipeline.planning.batching import Round
 
 TARGETS = "labels"
@@ -151,3 +152,15 @@ class RankSlice:
 def between(offsets: np.ndarray, number: int) -> slice:
     """Return the range of item `number`, from offsets that have a leading 0."""
     return slice(int(offsets[number]), int(offsets[number + 1]))
+
+
+def values_without_row(columns: Mapping[str, np.ndarray], token: int) -> dict[str, float]:
+    """Return the value of each column in slots that no row fills: padding, and begin tokens, which
+    have the id `token`."""
+    found: dict[str, float] = dict.fromkeys(columns, 0)  # integers: a float would change a dtype
+    found[INPUT_IDS] = token
+    if IS_IGNORED in columns:
+        found[IS_IGNORED] = True
+    if TARGETS in columns:
+        found[TARGETS] = no_target(is_float=columns[TARGETS].dtype.kind == "f")
+    return found
