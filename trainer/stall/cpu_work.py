@@ -4,6 +4,8 @@ On a CPU the host does the work itself, so time shows nothing about what it was 
 between the end of a step and the first forward pass is `other`, unless it is in a bracket.
 """
 
+import signal
+import traceback
 import weakref
 from collections.abc import Callable, MutableMapping
 from threading import get_ident
@@ -11,6 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokenfeed.trainer.stall.meter import StallMeter
+
+
+def is_of_handler(error: Exception) -> bool:
+    """Return whether a signal handler of the program raised an error: a timeout, perhaps. It may
+    come at any moment, also in a hook, and is meant for the program."""
+    handlers = map(signal.getsignal, signal.valid_signals())
+    codes = {getattr(handler, "__code__", None) for handler in handlers}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 class ForwardWatch:
@@ -69,5 +79,7 @@ class ForwardWatch:
                 meter.end_segment("before")
                 meter.phase = "work"
             self._hooks.pop(self._number, None)
-        except Exception:  # no training fails by its meter
+        except Exception as error:  # no training fails by its meter
             self.close()
+            if is_of_handler(error):
+                raise

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from tokenfeed.trainer.stall.causes import Cause
 
@@ -56,6 +57,11 @@ CALLS: tuple[Call, ...] = (
 """What the watch charges to a cause beside its own hooks."""
 
 
+_ended: "WeakKeyDictionary[Any, tuple[Any, bool]]" = WeakKeyDictionary()
+"""Values that could not be restored, since a later watch has replaced them, with what was before
+each. Watches of several threads end in any order."""
+
+
 class Patches:
     """Replaced attributes, and how to restore them."""
 
@@ -73,9 +79,13 @@ class Patches:
 
         def restore() -> None:
             if vars(owner).get(name) is not value:
+                _ended[value] = before, is_own
                 return
-            if is_own:
-                setattr(owner, name, before)
+            found, has = before, is_own
+            while (ended := _ended.get(found)) is not None:
+                found, has = ended
+            if has:
+                setattr(owner, name, found)
             else:
                 delattr(owner, name)
 

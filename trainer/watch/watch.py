@@ -20,6 +20,7 @@ from types import FrameType, ModuleType
 from typing import Any, TypeVar
 
 from tokenfeed.trainer.stall.causes import Cause
+from tokenfeed.trainer.stall.cpu_work import is_of_handler
 from tokenfeed.trainer.stall.meter import WARMUP_STEPS, StallMeter
 from tokenfeed.trainer.stall.watchers import Loader
 from tokenfeed.trainer.watch.children import Child
@@ -217,8 +218,10 @@ class Watch:
             self._termination.close()
 
     def _failed(self, error: Exception) -> None:
-        """End the watch."""
+        """End the watch. An error that was meant for the program goes on."""
         self.is_on, self.run.fault = False, f"{type(error).__name__}: {error}"
+        if is_of_handler(error):
+            raise error
 
     def exit_code(self, code: Any) -> Any:
         """Return the exit code of the process, for the one of the script."""

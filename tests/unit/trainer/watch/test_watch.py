@@ -77,6 +77,7 @@ def state() -> dict[str, Any]:
     return {
         "save": (torch.save, torch.serialization.save),
         "train": torch.nn.Module.train,
+        "zero": torch.optim.Optimizer.zero_grad,
         "next": dataloader._BaseDataLoaderIter.__next__,
         "loader": (dataloader.DataLoader.__iter__, dataloader.DataLoader.__init__),
         "backward": torch.autograd.backward,
@@ -134,6 +135,53 @@ def test_watch_restores_everything_after_error() -> None:
         fail()
     assert state() == before
     assert running.report.queued_steps == 8
+
+
+def test_watches_that_overlap_restore_everything() -> None:
+    """As in threads: the first one ends first."""
+    before = state()
+    first, second, third = Watch(), Watch(), Watch()
+    first.start()
+    second.start()
+    third.start()
+    train(Model(), 8)
+    for each in (first, second, third):
+        each.finish()
+        assert each.report.queued_steps == 8
+    after = state()
+    for name, value in before.items():
+        assert after[name] == value, name
+
+
+class LateError(Exception):
+    """What a signal handler raises."""
+
+
+@pytest.mark.parametrize("calls", ["end_segment", "begin_work", "end_step"])
+def test_error_of_a_signal_handler_is_not_swallowed(
+    calls: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A timeout of the program may come at any moment, also while a hook runs."""
+
+    def give_up(*_: object) -> None:
+        raise LateError
+
+    def interrupted(*_: object) -> None:
+        signal.raise_signal(signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, give_up)
+    try:
+        with tokenfeed.watch() as running:
+            batches = iter(DataLoader(Items(400), batch_size=4))
+            train(Model(), 8, batches)
+            if calls == "begin_work":
+                monkeypatch.setattr(running._meter._forward, "_trained", interrupted)
+            else:
+                monkeypatch.setattr(running._meter, calls, interrupted)
+            with pytest.raises(LateError):
+                train(Model(), 8, batches)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_watch_changes_no_random_number() -> None:
