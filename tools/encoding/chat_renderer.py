@@ -12,13 +12,9 @@ import json
 import os
 import re
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Never
-
-if sys.platform != "win32":
-    import resource
 
 from tokenfeed.pipeline.errors import TokenizerError
 from tokenfeed.pipeline.processes import is_child
@@ -78,7 +74,7 @@ def bounded() -> Iterator[Callable[[], None]]:
     walks through lists that contain themselves. Here the system ends the process, and the parent
     names the template. Call the function that this yields before each conversation.
     """
-    if sys.platform == "win32":
+    if not hasattr(signal, "setitimer") or importlib.util.find_spec("resource") is None:
         yield lambda: None
         return
     with _one_at_a_time, _limits():
@@ -87,6 +83,8 @@ def bounded() -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def _limits() -> Iterator[None]:
+    import resource
+
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(OSError, ValueError), open("/proc/self/statm") as file:
         most = int(file.read().split()[0]) * resource.getpagesize() + _MEMORY
