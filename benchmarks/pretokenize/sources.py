@@ -34,7 +34,7 @@ from benchmarks.pretokenize.__main__ import pretokenize as run_command
 from benchmarks.protocol import summary, write_result
 from benchmarks.text_loaders.data import pretokenize, standard_library, write_json_lines
 from tokenfeed.tools.data_sets.export import Format, export_data_set
-from tokenfeed.tools.encoding.engine_support import GPT_2, GPT_4, NANOCHAT, split_steps
+from tokenfeed.tools.encoding.fast.shapes import GPT_2, GPT_4, NANOCHAT, split_steps
 
 WORKERS = 2
 TIMES = ("times_zstd", "times_datasets_map")

@@ -17,7 +17,8 @@ from support.tokenizer_shapes import differing_texts
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.tools.encoding.engines import EngineFailure, FastEngine, ReferenceEngine
+from tokenfeed.tools.encoding.engines import FastEngine, ReferenceEngine
+from tokenfeed.tools.encoding.fast.engine import EngineFailure
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 UseEngine = Callable[[str], None]

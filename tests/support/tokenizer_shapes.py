@@ -8,10 +8,10 @@ from typing import Any
 
 from tokenizers import Tokenizer, models, trainers
 
-from tokenfeed.tools.encoding import engine_support as shapes
 from tokenfeed.tools.encoding.audit import answers_of, differing
-from tokenfeed.tools.encoding.engine_support import byte_letters
 from tokenfeed.tools.encoding.engines import Engine
+from tokenfeed.tools.encoding.fast import shapes
+from tokenfeed.tools.encoding.fast.shapes import byte_letters
 
 MARK = "\u2581"
 FLAGS = ("special", "normalized", "single_word", "lstrip", "rstrip")

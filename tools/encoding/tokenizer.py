@@ -35,7 +35,6 @@ from tokenfeed.pipeline.format.manifest import (
 )
 from tokenfeed.pipeline.format.store import Store, local_path, open_store
 from tokenfeed.pipeline.remote.address import object_address
-from tokenfeed.tools.encoding.engine_support import ID_LIMIT
 
 _END_TOKENS = (
     "<|endoftext|>",
@@ -56,6 +55,8 @@ _PAD_TOKENS = (
     "<|finetune_right_pad_id|>",
     "<\uff5c\u2581pad\u2581\uff5c>",
 )
+ID_LIMIT = 10_000_000
+"""Ids must be smaller. Engines allocate tables as long as the largest id."""
 _TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
 """The template of transformers for conversations with tools, beside a tokenizer."""
 _ENDINGS = (".json", ".tiktoken", "tokenizer.model")

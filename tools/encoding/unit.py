@@ -25,12 +25,12 @@ from tokenfeed.tools.encoding.audit import Answers, Questions, answers_without_r
 from tokenfeed.tools.encoding.engines import (
     Engine,
     EngineName,
-    EngineUnavailable,
     FastEngine,
     NoEngine,
     Unencodable,
     load_engine,
 )
+from tokenfeed.tools.encoding.fast.engine import EngineUnavailable
 from tokenfeed.tools.encoding.limit import (
     TRAIN,
     VALIDATION,

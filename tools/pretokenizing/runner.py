@@ -19,13 +19,11 @@ from typing import Any
 from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.tools.corpus.units import Unit
 from tokenfeed.tools.encoding.audit import Questions
-from tokenfeed.tools.encoding.engines import (
-    EngineName,
+from tokenfeed.tools.encoding.engines import EngineName, FastEngine, ReferenceEngine
+from tokenfeed.tools.encoding.fast.engine import (
     EngineRejected,
     EngineUnavailable,
     EngineUntested,
-    FastEngine,
-    ReferenceEngine,
     supported_shape,
 )
 from tokenfeed.tools.encoding.record_blocks import UnitResult, too_many_rejects

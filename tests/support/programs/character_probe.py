@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from tokenizers import Tokenizer
 
-from tokenfeed.tools.encoding.engine_support import REGEXES, byte_letters
+from tokenfeed.tools.encoding.fast.shapes import REGEXES, byte_letters
 
 NEIGHBOURHOODS = "\n".join(
     (

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from support.tokenizer_shapes import FLAGS, json_of, trained_model
 
-from tokenfeed.tools.encoding import engine_support as shapes
-from tokenfeed.tools.encoding.engines import EngineUnavailable, EngineUntested, FastEngine
+from tokenfeed.tools.encoding.engines import FastEngine
+from tokenfeed.tools.encoding.fast import shapes
+from tokenfeed.tools.encoding.fast.engine import EngineUnavailable, EngineUntested
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 LLAMA_2 = (shapes.PREPEND, shapes.SPACES)

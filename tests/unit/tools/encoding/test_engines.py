@@ -10,7 +10,6 @@ from support.false_engine import SENTENCES, SPECIAL
 from support.tokenizer_shapes import differing_texts
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tokenfeed.tools.encoding import engines as engine_module
 from tokenfeed.tools.encoding.audit import adversarial_texts, beginning
 from tokenfeed.tools.encoding.engines import (
     EngineName,
@@ -20,6 +19,7 @@ from tokenfeed.tools.encoding.engines import (
     load_engine,
     preload,
 )
+from tokenfeed.tools.encoding.fast import engine as fast_engine
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 
@@ -48,12 +48,12 @@ def test_the_fast_engine_gives_the_reference_ids(
 def test_dropping_the_cache_changes_no_id(
     byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "CACHE_BYTES", -(1 << 40))  # after every batch
+    monkeypatch.setattr(fast_engine, "CACHE_BYTES", -(1 << 40))  # after every batch
     fast = FastEngine.from_tokenizer(loaded(byte_level))
-    before = fast._tokenizer
+    before = fast.fast._tokenizer
     texts = [text.encode() for text in SENTENCES]
     first, second = fast.encode(texts), fast.encode(texts)
-    assert fast._tokenizer is not before
+    assert fast.fast._tokenizer is not before
     assert np.array_equal(first.values, second.values)
 
 

@@ -18,7 +18,6 @@ from support.tokenizer_shapes import (
 )
 from tokenizers import normalizers, pre_tokenizers
 
-from tokenfeed.tools.encoding import engine_support as shapes
 from tokenfeed.tools.encoding.audit import (
     adversarial_texts,
     answers_of,
@@ -31,7 +30,8 @@ from tokenfeed.tools.encoding.engines import (
     ReferenceEngine,
     Unencodable,
 )
-from tokenfeed.tools.encoding.routes import LETTERS, NFC_LEADS, NUMERALS, SIGNS
+from tokenfeed.tools.encoding.fast import shapes
+from tokenfeed.tools.encoding.fast.routes import LETTERS, NFC_LEADS, NUMERALS, SIGNS
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 LLAMA_3 = shapes.split_steps(shapes.REGEXES["Llama 3, OLMo 2"], "Isolated", invert=False)
@@ -122,7 +122,7 @@ def test_characters_that_the_engines_classify_differently_go_to_the_reference(
     fast, reference = engines(json_of("byte-level", (), pre_tokenizer))
     texts = [f"{around}{chr(end)}{around}".encode() for end in ENDS for around in ("a", " 1", "!")]
     assert differing_texts(fast, reference, texts) == []
-    routed = fast.routes.find(texts)
+    routed = fast.fast.routed(texts)
     sought = ENDS if pre_tokenizer == DEEPSEEK else sorted({e for pair in LETTERS for e in pair})
     assert {ENDS[place // 3] for place in routed} == set(sought)
 
@@ -163,7 +163,7 @@ def test_a_text_that_nfc_would_change_goes_to_the_reference() -> None:
     ]
     kept = ["\u00e9", "ascii", "q\u0323\u0307", "\uac00", "\u0939\u093f\u0902", "x\u0301"]
     texts = [text.encode() for text in (*changed, *kept)]
-    assert fast.routes.find(texts).tolist() == list(range(len(changed)))
+    assert fast.fast.routed(texts).tolist() == list(range(len(changed)))
     assert differing_texts(fast, reference, texts) == []
 
 
@@ -191,7 +191,7 @@ def test_texts_are_cut_at_numbers_as_the_reference_cuts_them(steps: Any) -> None
     texts = ["".join(draw.choices(parts, k=draw.randint(0, 9))).encode() for _ in range(3000)]
     assert differing_texts(fast, reference, texts) == []
     ascii_texts = [text for text in texts if text.isascii() and b"7up" not in text]
-    assert len(fast.routes.find(ascii_texts)) < len(ascii_texts) / 4  # of "a b" alone
+    assert len(fast.fast.routed(ascii_texts)) < len(ascii_texts) / 4  # of "a b" alone
 
 
 def test_every_character_that_the_reference_takes_for_a_number_is_a_numeral() -> None:

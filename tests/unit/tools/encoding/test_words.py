@@ -17,10 +17,10 @@ from tokenizers import (
 )
 
 from tokenfeed.pipeline.arithmetic import Ragged
-from tokenfeed.tools.encoding import words
 from tokenfeed.tools.encoding.engines import ReferenceEngine, Unencodable
+from tokenfeed.tools.encoding.fast import words
+from tokenfeed.tools.encoding.fast.words import Words
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
-from tokenfeed.tools.encoding.words import Words
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[MASK]"]
 PARTS = [
@@ -81,6 +81,11 @@ def test_words_have_the_ids_of_whole_texts(values: list[bool], accents: bool | N
         assert rows == 2 * oracle(json_bytes, texts, splits_special=splits_special)
 
 
+def of_tokenizer(tokenizer: TextTokenizer, encode: words.Encode) -> Words | None:
+    special = tokenizer.splits_special
+    return Words.of_tokenizer(tokenizer.tokenizer, encode, splits_special=special)
+
+
 def test_known_words_are_not_encoded_again() -> None:
     tokenizer = TextTokenizer.load(bert(), origin="test")
     asked: list[bytes] = []
@@ -89,7 +94,7 @@ def test_known_words_are_not_encoded_again() -> None:
         asked.extend(texts)
         return ReferenceEngine(tokenizer).encode(texts)
 
-    made = Words.of_tokenizer(tokenizer, encode)
+    made = of_tokenizer(tokenizer, encode)
     assert made is not None
     texts = made_texts(random.Random(1), PARTS, 300)
     first, num_asked = made.encode(texts), len(asked)
@@ -123,8 +128,8 @@ def test_other_tokenizers_have_no_words() -> None:
         changed(json_bytes, added_tokens=[new | {"special": False}]),
         changed(json_bytes, added_tokens=[new | {"normalized": True}]),
     ):
-        assert Words.of_tokenizer(TextTokenizer.load(other, origin="test"), unused) is None
-    assert Words.of_tokenizer(TextTokenizer.load(json_bytes, origin="test"), unused) is not None
+        assert of_tokenizer(TextTokenizer.load(other, origin="test"), unused) is None
+    assert of_tokenizer(TextTokenizer.load(json_bytes, origin="test"), unused) is not None
 
 
 def test_words_without_an_unknown_token_name_their_texts() -> None:

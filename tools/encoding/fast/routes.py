@@ -30,7 +30,7 @@ import pyarrow.compute as pc
 from tokenizers import pre_tokenizers
 
 from tokenfeed.pipeline.arithmetic import binaries
-from tokenfeed.tools.encoding.engine_support import AddedToken, Shape, byte_letters
+from tokenfeed.tools.encoding.fast.shapes import AddedToken, Shape, byte_letters
 
 # fmt: off
 LETTERS: tuple[tuple[int, int], ...] = (

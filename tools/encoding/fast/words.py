@@ -15,14 +15,14 @@ from typing import Self
 import numpy as np
 import pyarrow as pa
 import tokenizers
+from tokenizers import Tokenizer
 from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 
 from tokenfeed.pipeline.arithmetic import Ragged, offsets_of, ranges
-from tokenfeed.tools.encoding.engine_support import COMPARED_TOKENIZERS
-from tokenfeed.tools.encoding.routes import matches
-from tokenfeed.tools.encoding.tokenizer import TextTokenizer
+from tokenfeed.tools.encoding.fast.routes import matches
+from tokenfeed.tools.encoding.fast.shapes import COMPARED_TOKENIZERS
 
 Encode = Callable[[list[bytes]], Ragged]
 """Encodes UTF-8 texts or words."""
@@ -104,31 +104,33 @@ _KINDS = bytes(
 class Words:
     """Caches the ids of every word that was encoded."""
 
-    def __init__(self, tokenizer: TextTokenizer, encode: Encode, apart: str) -> None:
-        self._tokenizer, self._encode = tokenizer.tokenizer, encode
+    def __init__(self, tokenizer: Tokenizer, encode: Encode, apart: str) -> None:
+        self._tokenizer, self._encode = tokenizer, encode
         self._apart = apart
         """A regular expression of special tokens. Texts that have one are encoded whole."""
         self._cache = WordCache()
 
     @classmethod
-    def of_tokenizer(cls, tokenizer: TextTokenizer, encode: Encode) -> Self | None:
+    def of_tokenizer(
+        cls, tokenizer: Tokenizer, encode: Encode, *, splits_special: bool
+    ) -> Self | None:
         """Return the cache for a tokenizer; None if its words cannot be encoded alone.
 
         Args:
             tokenizer: Any.
             encode: Used for texts with special tokens and for words beyond ASCII.
+            splits_special: Whether special tokens in a text become their ids.
         """
-        inner = tokenizer.tokenizer
-        added = inner.get_added_tokens_decoder().values()
-        parts = zip((inner.normalizer, inner.pre_tokenizer, inner.model), _TYPES, strict=True)
+        added = tokenizer.get_added_tokens_decoder().values()
+        parts = tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.model
         if (
             not tokenizers.__version__.startswith(COMPARED_TOKENIZERS)
-            or not all(isinstance(part, kind) for part, kind in parts)
+            or not all(map(isinstance, parts, _TYPES))
             or any(token.normalized or not token.special for token in added)
         ):
             return None
         contents = [re.escape(token.content) for token in added]
-        return cls(tokenizer, encode, "|".join(contents) if tokenizer.splits_special else "")
+        return cls(tokenizer, encode, "|".join(contents) if splits_special else "")
 
     def encode(self, texts: list[bytes]) -> Ragged:
         """Encode UTF-8 texts; the ids are uint32."""

@@ -21,9 +21,6 @@ import msgspec
 
 TokenizerKind = Literal["byte-level", "SentencePiece"]
 
-ID_LIMIT = 10_000_000
-"""Ids must be smaller. Engines allocate tables as long as the largest id."""
-
 COMPARED_TOKENIZERS = ("0.21.", "0.22.", "0.23.")
 """Versions of `tokenizers` whose ids were compared."""
 
