@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tokenfeed import pretokenize
+
 LOOP = "{% for i in range(100000) %}"
 NEW = "{% set n = namespace() %}{% set n.x = [1] %}"
 TWICE = NEW + "{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
@@ -65,6 +67,8 @@ NEVER_ENDING = {
     "tree": TWICE + "{{ n.x | string | length }}",
     "list": NEW + "{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x | length }}",
 }
+ARGUMENTS = ("self", "conversations", "chat_template", "continue_final_message", "tokenfeed_begin")
+"""Variables that a record may give to its template, with names that libraries use."""
 CHATML = (
     "{% for m in messages %}{{ m.role }}{% generation %}{{ m.content }}{% endgeneration %}"
     "{% endfor %}"
@@ -103,3 +107,22 @@ def test_a_template_that_does_not_end_is_ended(name: str, tmp_path: Path, tokeni
     code, lines, _ = ended(NEVER_ENDING[name], tmp_path, tokenizer)
     assert code == 1
     assert "If the chat template was the reason" in lines[-1]
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_a_record_with_a_reserved_argument_ends_no_run(
+    name: str, tmp_path: Path, tokenizer: Path
+) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    records = [{"messages": messages, "chat_template_kwargs": {name: True}}, {"messages": messages}]
+    (tmp_path / "t.jinja").write_text(CHATML)
+    made = pretokenize(
+        records,
+        tmp_path / "out",
+        task="chat",
+        tokenizer=tokenizer,
+        chat_template=tmp_path / "t.jinja",
+        validation=0,
+    )
+    assert made.summary.documents + len(made.rejects) == 2
+    assert made.summary.documents >= 1

@@ -86,6 +86,7 @@ def test_folder_of_another_project_gives_its_rows(kind: str, tmp_path: Path, wor
         assert copied(tmp_path / "theirs", out, words, shard_size=str(size)) == ROWS
         manifest = Manifest.read(out)
         assert (manifest.ledger.read, manifest.ledger.rejected) == (len(ROWS), 0)
+        assert (len([*out.glob("train/*.arrow")]) > 3) == (size != "auto")
         assert not (out / "rejects.jsonl").read_bytes()
         assert len((out / "sources.jsonl").read_bytes().splitlines()) == 1
 

@@ -8,6 +8,7 @@ the same command makes the same data set.
 import contextlib
 import functools
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -227,12 +228,15 @@ def _without_comments(source: str) -> str:
 
 
 def rendered_by_transformers(source: str, variables: dict[str, Any]) -> str | None:
-    """Return the text that `transformers` makes, or its error; None without `transformers`."""
+    """Return the text that `transformers` makes, or its error; None if it cannot be asked."""
     if importlib.util.find_spec("transformers") is None:
         return None
     from transformers.utils.chat_template_utils import render_jinja_template
 
     given = {name: value for name, value in variables.items() if name != "messages"}
+    parameters = {*inspect.signature(render_jinja_template).parameters, "self"}
+    if given.keys() & (parameters - {"tools", "documents", "add_generation_prompt"}):
+        return None  # a record has an argument that is one of the function there
     try:
         conversations = [variables["messages"]]
         texts, _ = render_jinja_template(conversations, chat_template=source, **given)
