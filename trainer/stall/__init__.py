@@ -8,7 +8,6 @@
     cpu_work      where the work of a step begins on a CPU
     waits         source lines that wait for a GPU
     watchers      loader, collector, compiler, memory and cores
-    device        the device, its name and its peak rate
     reading       readings of a meter
     causes        what a device may wait for, with thresholds and remedies
     ranks         the ranks of a run, compared

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import math
 import os
+import re
 import threading
 import weakref
 from collections import deque
@@ -26,7 +27,6 @@ from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.stall.causes import CAUSES, REMEDIES, Cause
 from tokenfeed.trainer.stall.cpu_work import ForwardWatch
-from tokenfeed.trainer.stall.device import clock_of, mfu
 from tokenfeed.trainer.stall.idle import Accounts, Step
 from tokenfeed.trainer.stall.marks import Clock, EventClock, MarkChain, Phase
 from tokenfeed.trainer.stall.ranks import (
@@ -131,7 +131,7 @@ class StallMeter:
         operations = _operations(operations_per_token)
         self._operations = operations and operations / devices
         self._core_wait = CoreWait() if clock is None else None
-        self._clock = clock = clock or clock_of(device)
+        self._clock = clock = clock or _clock_of(device)
         self._place = own_place()
         tracer = clock.tracer()
         self._accounts = Accounts(_mark_seconds(clock) if tracer else _MARK_SECONDS)
@@ -302,7 +302,9 @@ class StallMeter:
         is_measured = reading.steps > 0
         on_gpu = isinstance(clock, EventClock)
         rate = (
-            mfu(clock.name, self._operations, tokens_per_s) if on_gpu and self._operations else None
+            _mfu(clock.name, self._operations, tokens_per_s)
+            if on_gpu and self._operations
+            else None
         )
         report = StallReport(
             stall=reading.fraction if is_measured else None,
@@ -432,6 +434,14 @@ class StallMeter:
         return "allocator" if has_freed else None
 
 
+def _clock_of(device: "torch.device | str | None") -> Clock:
+    """Return the clock of a device. None: the first accelerator, or the CPU without one."""
+    from tokenfeed.pipeline.feeding.devices import default_device, resolve_device
+
+    found = default_device() if device is None else resolve_device(device)
+    return Clock() if found.type == "cpu" else EventClock(found)
+
+
 def _mark_seconds(clock: Clock) -> float:
     """Return the host seconds of a mark, with the query of the mark before it."""
     began = clock.now()
@@ -488,3 +498,45 @@ def _remedies(value: Mapping[str, str] | None) -> Mapping[str, str]:
 def _check_cause(call: str, name: object) -> None:
     if name not in CAUSES:
         raise ConfigError(f"`{call}({name!r})`: expected one of {', '.join(CAUSES)}.")
+
+
+def _mfu(name: str, operations_per_token: float, tokens_per_s: float) -> tuple[float, str] | None:
+    """Return the MFU of a device, and its formula; None if the peak rate is unknown."""
+    peak = peak_tflops(name)
+    if peak is None or not tokens_per_s:
+        return None
+    formula = (
+        f"{operations_per_token:.4g} operations per token x {tokens_per_s:,.0f} real tok/s / "
+        f"{peak:g} TFLOP/s, dense half precision of {name}"
+    )
+    return operations_per_token * tokens_per_s / (peak * 1e12), formula
+
+
+PEAK_TFLOPS = {
+    "B200": 2250,
+    "H200": 989,
+    "H100": 989,
+    "H100-NVL": 835,
+    "H100-PCIe": 756,
+    "A100": 312,
+    "L40S": 362,
+    "A40": 149.7,
+    "A6000": 154.8,
+    "L4": 121,
+    "RTX-5090": 209.5,
+    "RTX-4090": 165.2,
+    "RTX-3090": 71,
+    "V100": 125,
+    "T4": 65,
+}
+"""TFLOP/s by the words of a model's name. They are from the vendors' data sheets for dense matrix
+products in half precision, as torchtitan, nanochat and llm.c use them for their MFU. A GPU in a
+small case or with a lower power limit is slower."""
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Return the peak of a GPU by its driver's name; None if unknown."""
+    words = set(re.split(r"[^A-Za-z0-9]+", device_name))
+    same = [model for model in PEAK_TFLOPS if words.issuperset(model.split("-"))]
+    closest = max(same, key=lambda model: model.count("-"), default="")
+    return PEAK_TFLOPS.get(closest)

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReading, StallReport
 from tokenfeed.trainer.stall.causes import Cause
+from tokenfeed.trainer.stall.meter import peak_tflops
 
 
 def exact(**changes: Any) -> SimulatedDevice:
@@ -715,3 +716,25 @@ def test_what_a_meter_cannot_take_is_refused_in_one_line_and_changes_nothing(
     meter.step(np.int64(3), slots=np.uint16(4))  # type: ignore[arg-type]
     device.wait()
     assert (meter.read().tokens, meter.read().slots) == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("device", "tflops"),
+    [
+        ("NVIDIA A40", 149.7),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("Tesla T4", 65),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA RTX A6000", 154.8),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A400", None),
+        ("something else", None),
+    ],
+)
+def test_a_gpu_that_is_there_has_a_speed_only_where_it_is_certain(
+    device: str, tflops: float | None
+) -> None:
+    assert peak_tflops(device) == tflops
