@@ -21,9 +21,9 @@ from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.format.kinds import TargetRule
 from tokenfeed.pipeline.format.schema import role_of
 from tokenfeed.pipeline.format.store import Store, StorePath
-from tokenfeed.pipeline.planning.batching import Earlier
 from tokenfeed.pipeline.planning.mixture import Mixture, proportions
 from tokenfeed.pipeline.planning.policies import POLICIES, Batching, offered, saved_policy
+from tokenfeed.pipeline.planning.resized import Earlier
 from tokenfeed.pipeline.planning.schedule import ENDLESS, Exhausted, Schedule, Source, Stretch
 from tokenfeed.pipeline.planning.stages import (
     History,

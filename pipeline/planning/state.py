@@ -16,10 +16,11 @@ import xxhash
 
 from tokenfeed.pipeline.errors import ConfigError, LoaderError, ResumeError
 from tokenfeed.pipeline.format.manifest import canonical
-from tokenfeed.pipeline.planning.batching import Earlier, Round
+from tokenfeed.pipeline.planning.batching import Round
 from tokenfeed.pipeline.planning.mixture import proportions
 from tokenfeed.pipeline.planning.plan import Plan, PlanSettings, Position
 from tokenfeed.pipeline.planning.policies import Batching, policy_of, saved_policy
+from tokenfeed.pipeline.planning.resized import Earlier
 
 _VERSION = 4
 """Version of the plan. A change of the order changes it, because the same position then has other

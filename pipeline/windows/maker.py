@@ -27,13 +27,13 @@ from tokenfeed.pipeline.planning.batching import (
     digests,
     file_order,
     missing_rounds,
-    plan_window,
     tokens_by_source,
     with_fillers,
 )
 from tokenfeed.pipeline.planning.permutation import derive_key
 from tokenfeed.pipeline.planning.plan import Ahead, Plan, Position
 from tokenfeed.pipeline.planning.policies import Batching, Pieces, regroup
+from tokenfeed.pipeline.planning.resized import plan_resized
 from tokenfeed.pipeline.windows.rank_slice import (
     IS_IGNORED,
     TARGETS,
@@ -71,14 +71,14 @@ class WindowMaker:
         number = plan.window_number(nth)
         batching = plan.batching_of(number)
         window = self.reader.read(plan.order.window(epoch, number), Ahead(plan, position))
-        planned = plan_window(
+        planned = plan_resized(
+            plan.earlier_in(epoch, nth),
             window.rows.lengths,
             batching,
             step_size=plan.micro_batches_per_step,
             draw=plan.order.draw(epoch, number),
             labels=_column_of(window, "target"),
             rows=self._rows_in_order(window) if plan.order.keeps_rows else None,
-            earlier=plan.earlier_in(epoch, nth),
         )
         left_out = _left_out(planned, window, nth) if batching.last == "drop" else (0, 0)
         rounds = deal_rounds(
