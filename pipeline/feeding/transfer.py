@@ -115,7 +115,7 @@ class CopyStream:
                 self.stream.synchronize()
 
     def make(self, batches: Iterator[tuple[Batch, Round]]) -> tuple[Batch, Round] | None:
-        """Queue the copies and kernels of the next batch. Return None if there is none."""
+        """Queue the copies and kernels of the next batch. Return None after the last batch."""
         # Copied ahead: a batch queued while the caller evaluates may be trained on.
         with torch.inference_mode(False), cuda.stream(self.stream):
             if made := next(batches, None):
