@@ -301,11 +301,7 @@ class StallMeter:
         tokens_per_s, unmeasured = reading.tokens_per_s, self._unmeasured(reading)
         is_measured = reading.steps > 0
         on_gpu = isinstance(clock, EventClock)
-        rate = (
-            _mfu(clock.name, self._operations, tokens_per_s)
-            if on_gpu and self._operations
-            else None
-        )
+        rate = _mfu(clock.name, self._operations, tokens_per_s) if on_gpu else None
         report = StallReport(
             stall=reading.fraction if is_measured else None,
             interval=reading.interval() if is_measured and not unmeasured else None,
@@ -500,16 +496,16 @@ def _check_cause(call: str, name: object) -> None:
         raise ConfigError(f"`{call}({name!r})`: expected one of {', '.join(CAUSES)}.")
 
 
-def _mfu(name: str, operations_per_token: float, tokens_per_s: float) -> tuple[float, str] | None:
-    """Return the MFU of a device, and its formula; None if the peak rate is unknown."""
+def _mfu(name: str, operations: float | None, tokens_per_s: float) -> tuple[float, str] | None:
+    """Return the MFU of a device, and its formula; None if it is not known."""
     peak = peak_tflops(name)
-    if peak is None or not tokens_per_s:
+    if peak is None or not operations or not tokens_per_s:
         return None
     formula = (
-        f"{operations_per_token:.4g} operations per token x {tokens_per_s:,.0f} real tok/s / "
+        f"{operations:.4g} operations per token x {tokens_per_s:,.0f} real tok/s / "
         f"{peak:g} TFLOP/s, dense half precision of {name}"
     )
-    return operations_per_token * tokens_per_s / (peak * 1e12), formula
+    return operations * tokens_per_s / (peak * 1e12), formula
 
 
 PEAK_TFLOPS = {
