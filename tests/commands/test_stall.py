@@ -208,7 +208,8 @@ def test_interruption_ends_as_with_python(script: Path, is_caught: bool) -> None
 
 
 def test_killed_script_leaves_a_snapshot(script: Path, tmp_path: Path) -> None:
-    often = "from tokenfeed.trainer.watch import watch\nwatch._SNAPSHOT_S = 0.01\n"
+    often = "from tokenfeed.trainer.watch import watch\n"
+    often += "watch._SNAPSHOT_S, watch._LOOK_STEPS = 0.01, 1\n"
     script.write_text(often + LOOP + "time.sleep(60)")
     with started(script, "--out", tmp_path / "out") as process:
         process.kill()
