@@ -108,8 +108,8 @@ class Precision:
             hopeless = skip * (~torch.as_tensor(scale).isfinite() | (self._scale < 1))
             settings = _GROWTH, _BACKOFF, _GROWTH_STEPS
             torch._amp_update_scale_(self._scale, self._growth, skip, *settings)  # pyright: ignore[reportPrivateImportUsage]
-        self._skips[0] += skip
-        self._skips[1] = (self._skips[1] + hopeless) * skip
+        self._skips[0].add_(skip)  # `+=` would also copy the sum onto itself
+        self._skips[1].add_(hopeless).mul_(skip)
 
 
 def tune_convolutions(model: nn.Module, *, repeats: bool) -> None:
