@@ -130,12 +130,17 @@ _OF_STEP = (
 _OTHER_NAMES = {
     "": "--shards",
     "--batch-size": "--step-rows (rows of a step) or --micro-batch-tokens (memory)",
+    "--block-size": "--sequence-length",
+    "--epoch": "--epochs",
     "--gradient-accumulation-steps": "--step-tokens or --step-rows (a step has as many "
     "micro-batches as fill it)",
     "--lr": "--learning-rate",
     "--max-steps": "--steps",
     "--mixed-precision": "--precision",
+    "--num-train-epochs": "--epochs",
     "--output-dir": "--run-dir",
+    "--per-device-train-batch-size": "--micro-batch-tokens",
+    "--task": "--shards? The shards decide the task: it is an option of pretokenize",
 }
 """Options by their names in other trainers."""
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support import hub_models
 from support.commands import call
 from support.golden import make_data_set, save_tokenizer
@@ -164,6 +165,10 @@ def test_run_has_the_same_losses(
         shutil.copy(whole / name, resumed)
     trained(resumed, "--resume")
     check(golden, case, figures_of(whole), figures_of(resumed))
+    name = f"checkpoints/step-{steps_saved(whole)[-1]:08d}/state-0.safetensors"
+    saved, again = load_file(whole / name), load_file(resumed / name)
+    assert saved.keys() == again.keys()
+    assert all(torch.equal(value, again[each]) for each, value in saved.items())
 
 
 def test_damaged_checkpoint_is_refused(places: dict[str, Path], tmp_path: Path) -> None:

@@ -52,6 +52,8 @@ def test_a_killed_run_continues_to_the_same_bytes(
         assert not (out / "manifest.json").exists()
     next((out / "train").glob("*.arrow")).unlink()  # a finished shard that somebody lost
     records_in(out)[-1].write_bytes(b'{"unit": 99, "sha')  # a damaged record
+    plan = out / ".parts/plan.json"
+    plan.write_text(plan.read_text().replace("1", "2"))  # a damaged plan, which is JSON still
     summary = run_json(corpus, out, *options, "--workers", "2")
     assert summary["units"] > summary["resumed_units"] >= done[-1] - 2 >= 10
     assert files_of(out) == files_of(tmp_path / "undisturbed")

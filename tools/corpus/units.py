@@ -24,7 +24,10 @@ from tokenfeed.tools.corpus.records import FieldKind, Fields, Records, rejected
 
 SMALLEST_SHARD_BYTES, LARGEST_SHARD_BYTES = 8_000_000, 256_000_000
 _SHARDS_WANTED = 64
-_CONVERT = ". Give --encoding NAME, like latin-1, or convert the file: iconv -f latin1 -t utf-8"
+_CONVERT = (
+    ". Give --encoding NAME if all such files have the encoding NAME, like cp1252 or gb18030, or "
+    "convert the file: iconv -f NAME -t utf-8"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,5 +1,6 @@
 """The figures at the end of `pretokenize`, for people and for scripts."""
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from types import MappingProxyType
 
 from tokenfeed.pipeline.format.manifest import REJECTS_FILE, Manifest
 from tokenfeed.pipeline.format.schema import ENDED_TASKS
+from tokenfeed.pipeline.format.store import Place
 from tokenfeed.pipeline.text import count_of
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, ending_of
 from tokenfeed.tools.corpus.input_files import InputFile
@@ -18,6 +20,8 @@ from tokenfeed.tools.pretokenizing.inputs import Inputs
 
 _MARKUP = (".html", ".htm", ".xhtml", ".xml", ".svg", ".rtf", ".ipynb", ".srt", ".vtt")
 """Endings of files whose text has much besides words."""
+_BEGINNING_BYTES = 1 << 20
+"""Bytes of rejects.jsonl that are searched for the first reject."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +72,8 @@ class Summary:
     empty: int
     """Documents without a token, not written."""
     rejected: int
+    first_reject: str
+    """The first reject with its reason, as a line."""
     tokens: int
     text_bytes: int
     """Text read, as UTF-8."""
@@ -148,6 +154,7 @@ class Summary:
             validation=_validation(manifest) if options.validation != 0 else "",
             empty=ledger.empty,
             rejected=ledger.rejected,
+            first_reject=_first_reject(options.output, manifest) if ledger.rejected else "",
             tokens=tokens,
             text_bytes=ledger.bytes,
             shard_bytes=shard_bytes,
@@ -183,7 +190,7 @@ class Summary:
             "read as text": self.read_as_text,
             "not read": self.not_read,
             "validation": self.validation,
-            "rejects": f"{rejects} lists each with its reason" if self.rejected else "",
+            "rejects": f"{self.first_reject}{rejects} lists each" if self.rejected else "",
             "training": self._training(),
             "end token": end if self.task in ENDED_TASKS else "",
             "speed": f"{self.mb_per_s:,.1f} MB/s, {count_of(self.units, 'unit')} of work{resumed}",
@@ -197,7 +204,8 @@ class Summary:
             return ""
         if self.vocabulary_wanted == self.vocabulary_size:
             return f"the tokenizer was trained in {self.tokenizer_seconds:,.1f} s"
-        return f"the corpus is too small for a tokenizer with {self.vocabulary_wanted:,} ids"
+        wanted = f"{self.vocabulary_wanted:,}"
+        return f"the corpus is too small for a tokenizer with {wanted} ids (--vocab-size)"
 
 
 def _markup(sources: Sequence[InputFile]) -> str:
@@ -208,6 +216,16 @@ def _markup(sources: Sequence[InputFile]) -> str:
         return ""
     found = ", ".join(f"{count:,} {ending}" for ending, count in counts.most_common())
     return f"{found}, with their markup. Extract the texts, or leave files out by --exclude"
+
+
+def _first_reject(output: Place, manifest: Manifest) -> str:
+    """Return the first reject as a line; empty if very many files that were left out precede it."""
+    with output.open(REJECTS_FILE, manifest.rejects.bytes) as file:
+        lines = file.read(_BEGINNING_BYTES).splitlines(keepends=True)
+    for line in lines:
+        if line.endswith(b"\n") and "record" in (reject := json.loads(line)):
+            return f"{reject['file']}, record {reject['record']}: {reject['reason']}\n"
+    return ""
 
 
 def _validation(manifest: Manifest) -> str:

@@ -253,7 +253,7 @@ def _check_others(
     for word in others:
         flag = word.split("=")[0]
         if word.startswith("-") and word != "-":
-            other = other_names.get(flag)
+            other = other_names.get(flag.replace("_", "-"))
             meant = f" Did you mean {other}?" if other else nearest(flag, flags)
             raise ConfigError(f"Unknown option `{flag}`.{meant} See {prog} --help.")
         if not takes_words:

@@ -57,7 +57,7 @@ PROMPT_TOKENS, SAMPLE_TOKENS = 16, 48
 _TOKENS_OF_PASS = 64
 """A forward pass of one token takes less time than this number of tokens in a micro-batch: on a
 processor as long as 22 to 31 tokens, with the built-in models."""
-_EVALUATED = "so that evaluations take at most about 5 % of the run"
+_EVALUATED = "so that evaluations after the first take about 5 % of the run"
 _LEAST_LOG_EVERY, _MOST_EVERY = 10, 1000
 
 

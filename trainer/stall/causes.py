@@ -137,6 +137,7 @@ REMEDIES: dict[str, str] = {
     "network (no rank is late)",
     "padding": "pack rows, or sort more of them by length",
     "steps": "call `meter.step()` after each optimizer step",
+    "more steps": "train for more steps: the first ones are warm-up",
 }
 """What to change, by cause, and about other things that cost time: the work of a late rank, the
 exchange of gradients, padding, and a loop without a measured step."""

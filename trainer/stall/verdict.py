@@ -54,8 +54,9 @@ def conclude(
     found = advise(report, known, loader)
     if report.stall is None:
         why = not_measured(report).removeprefix("not measured: ")
+        change = known["steps" if not report.queued_steps else "more steps"]
         return dataclasses.replace(
-            report, verdict="NOT MEASURED", reason=why, next_step=known["steps"], advice=found
+            report, verdict="NOT MEASURED", reason=why, next_step=change, advice=found
         )
     of_cause = {piece.cause: piece for piece in found}
     causes, late = main_causes(report), _waited_for(report)
@@ -267,7 +268,9 @@ def _beside_stall(
 ) -> Iterator[Advice]:
     """Yield advice on costs in tokens per second other than stall."""
     if report.core_wait is not None and report.core_wait >= _MUCH_CORE_WAIT:
-        change = "end other processes, or use fewer workers and threads"
+        change = "end other processes"
+        if report.causes["data"].fraction < _MUCH_CORE_WAIT:  # else the loop needs its workers
+            change += ", or use fewer workers and threads"
         yield Advice(
             cause="cores",
             text=f"{_core_words(report.core_wait)}: {change}",

@@ -141,7 +141,7 @@ def test_text_that_is_not_utf8_is_rejected_with_a_remedy(tmp_path: Path, tokeniz
     lines = map(json.loads, (tmp_path / "out" / "rejects.jsonl").read_text().splitlines())
     reasons = {Path(line["file"]).name: line["reason"] for line in lines}
     for name in ("b.txt", "c.jsonl"):
-        assert "Give --encoding NAME, like latin-1, or convert" in reasons[name]
+        assert "Give --encoding NAME if all such files have the encoding NAME" in reasons[name]
     assert "utf-16" in reasons["d.txt"]
     again = make(corpus, tmp_path / "latin", tokenizer, encoding="latin-1")
     assert (again.documents, again.rejected) == (3, 1)
