@@ -254,7 +254,8 @@ def _run_for(seconds: float, *arguments: object) -> bool:
         code = process.wait(seconds)
     except subprocess.TimeoutExpired:
         if int(seconds * 1e6) % 2:
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has no group yet
+                os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.wait()
         _wait_until_gone(process.pid)
