@@ -134,6 +134,7 @@ _OTHER_NAMES = {
     "--epoch": "--epochs",
     "--gradient-accumulation-steps": "--step-tokens or --step-rows (a step has as many "
     "micro-batches as fill it)",
+    "--lora-rank": "--lora",
     "--lr": "--learning-rate",
     "--max-steps": "--steps",
     "--mixed-precision": "--precision",

@@ -426,8 +426,14 @@ def check_upload(config: TrainConfig) -> None:
     place, name = copy.place, copy.name
     if isinstance(place, LocalStore):
         run_dir = config.run_dir.resolve()
-        if Path(place.root).resolve().is_relative_to(run_dir):
+        folder = Path(place.root).resolve()
+        if folder.is_relative_to(run_dir):
             raise ConfigError(f"`--upload`: {name} is in --run-dir. Give another place.")
+        if not folder.parent.exists():  # a drive that is not mounted: its folder would be ours
+            raise ConfigError(
+                f"`--upload`: {name}: there is no folder {folder.parent}. Mount its drive, or make "
+                "this folder."
+            )
     if config.resume:
         with contextlib.suppress(OSError):  # `is_ahead` has warned
             _mark(copy, config.run_dir)

@@ -421,6 +421,9 @@ def log_beginning(
         device_name(device),
     )
     _log.info("%s", learner.precision.line())
+    if device.type == "cpu" and learner.precision.name != "fp32":
+        name = learner.precision.name
+        _log.warning("there is no GPU, and %s is slow on a CPU: --precision fp32 is faster", name)
     _log.info("%s", _attention_line(config, learner, shape))
     _log.info(
         "memory: %.2f GB for weights, gradients and moments%s, besides activations",

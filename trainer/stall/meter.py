@@ -147,6 +147,8 @@ class StallMeter:
         self._group: Any = None
         self._loader: Loader | None = None
         self._number = self._steps = self._tokens = self._slots = self._unseen = 0
+        self.knows_padding = False
+        """Whether a step has said its slots."""
         self._next_read = 0
         """The step after which the meter reads marks."""
         self._latest = deque[float](maxlen=_MOST_SECONDS)
@@ -214,13 +216,17 @@ class StallMeter:
 
         Args:
             tokens: Real tokens trained in the step.
-            slots: Token slots, padding included. Default: as many as tokens.
+            slots: Token slots, padding included. Default: as many as tokens; then the report names
+                no padding.
             size: Any number that the work of a step grows with. Default: slots.
 
         Raises:
             ConfigError: The numbers are not whole, or there are fewer slots than tokens.
         """
-        slots = tokens if slots is None else slots
+        if slots is None:
+            slots = tokens
+        else:
+            self.knows_padding = True
         # These comparisons take less time than a call of `_whole`.
         if type(tokens) is not int or type(slots) is not int or not 0 <= tokens <= slots:
             tokens = _whole("tokens", tokens)
@@ -313,7 +319,9 @@ class StallMeter:
             seconds=reading.seconds,
             tokens=reading.tokens,
             real_tokens_per_s=tokens_per_s if reading.tokens else None,
-            padding=1 - reading.tokens / reading.slots if reading.slots else None,
+            padding=1 - reading.tokens / reading.slots
+            if self.knows_padding and reading.slots
+            else None,
             mfu=rate and rate[0],
             mfu_formula=rate and rate[1],
             core_wait=self._core_wait.share() if self._core_wait else None,

@@ -560,6 +560,7 @@ class Watch:
         if self._slots:
             tokens, slots = self._tokens, max(self._tokens, self._slots)
             self._tokens = self._slots = 0
+            self._meter.knows_padding = True
         run.last = self._meter.end_step(tokens, slots, slots or 1.0)
         self._iterator, run.known_before = self._fetching, run.known
         run.steps += 1
