@@ -10,6 +10,8 @@ Shapes: N tokens, D width, F width of the hidden activations.
 
 import logging
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,11 +20,10 @@ from torch import Tensor, nn
 
 from tokenfeed.trainer.data.attention import product_dtype
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # builds of torch for the CPU come without
-    triton = None
+triton: Any = None
+tl: Any = None
+if find_spec("triton"):  # builds of torch for the CPU come without
+    triton, tl = import_module("triton"), import_module("triton.language")
 
 _log = logging.getLogger(__name__)
 
@@ -135,8 +136,8 @@ if triton is not None:
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
     def _kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
         left, right, before, out, rows, columns, inner, right_inner, right_column,  # noqa: ANN001
-        IS_GRADIENT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-        ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+        IS_GRADIENT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
+        ROWS: tl.constexpr, COLUMNS: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
     ):  # fmt: skip
         # Programs that run together share rows and columns in the cache: GROUP tiles high.
         number = tl.program_id(0)

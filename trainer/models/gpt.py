@@ -282,8 +282,8 @@ class _Heads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads_BHTK: Tensor) -> tuple[Tensor | None, ...]:
         query_BTHK, key_BTHK, value_BTHK = (grad_BHTK.transpose(1, 2) for grad_BHTK in grads_BHTK)
-        x_BTD, weight_ED, *rotary = ctx.saved_tensors
-        turned_BTHK = (rotate(each, rotary, back=True) for each in (query_BTHK, key_BTHK))
+        x_BTD, weight_ED, cosine, sine = ctx.saved_tensors
+        turned_BTHK = (rotate(each, (cosine, sine), back=True) for each in (query_BTHK, key_BTHK))
         parts_BTHK = (*turned_BTHK, value_BTHK)
         grad_BTE = torch.cat(parts_BTHK, 2).flatten(2)
         of_x, of_weight = ctx.dtypes

@@ -15,7 +15,7 @@ from tokenfeed.trainer.stall.causes import Cause
 
 
 class Call(NamedTuple):
-    """A function or method whose time belongs to a cause, or to work if that is None."""
+    """A function or method whose time belongs to a cause; None: to work."""
 
     module: str
     name: str

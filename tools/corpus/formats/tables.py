@@ -258,7 +258,7 @@ def _values(column: pa.Array, kind: FieldKind) -> Sequence[Any]:
     if kind not in _ARRAYS:
         return list(column.to_pylist())
     values = _numpy(column.flatten(), kind)
-    sizes = np.from_dlpack(pc.list_value_length(column))  # pyright: ignore[reportAttributeAccessIssue]
+    sizes: np.ndarray = np.from_dlpack(pc.list_value_length(column))  # pyright: ignore[reportAttributeAccessIssue]
     if kind is FieldKind.IDS:
         return IdRows(values, offsets_of(sizes))
     return np.split(values, np.cumsum(sizes)[:-1]) if len(sizes) else []
