@@ -241,7 +241,7 @@ def _advise(
             "nothing separates prompts from completions: no white space, and no end that all "
             "prompts have. Add a line break or a marker at the end of each prompt"
         )
-    is_bare = options.task in ("classify", "score", "tag") and not options.add_special_tokens
+    is_bare = task.name in ("classify", "score", "tag") and not options.add_special_tokens
     if is_bare and tokenizer.has_template:
         logger.info(
             "the tokenizer has a template for its special tokens, which is left out "

@@ -429,10 +429,11 @@ def check_upload(config: TrainConfig) -> None:
         folder = Path(place.root).resolve()
         if folder.is_relative_to(run_dir):
             raise ConfigError(f"`--upload`: {name} is in --run-dir. Give another place.")
-        if not folder.parent.exists():  # a drive that is not mounted: its folder would be ours
+        if not any(each.exists() for each in (folder, *folder.parents[:2])):
+            # A drive that is not mounted. Otherwise its folders would be made on this disk.
             raise ConfigError(
-                f"`--upload`: {name}: there is no folder {folder.parent}. Mount its drive, or make "
-                "this folder."
+                f"`--upload`: {name}: there is no folder {folder.parents[1]}. Mount its drive, or "
+                "make this folder."
             )
     if config.resume:
         with contextlib.suppress(OSError):  # `is_ahead` has warned

@@ -315,7 +315,7 @@ def test_damaged_settings_of_a_copy_are_named_by_their_address(tmp_path: Path) -
         ("{run}/copy", "is in --run-dir"),
         ("{shards}", "holds shards"),
         ("{file}/x", "cannot be written ("),
-        ("{run}/../drive/MyDrive/x", "Mount its drive"),
+        ("{run}/../drive/MyDrive/a/x", "Mount its drive"),
     ],
 )
 def test_place_that_cannot_hold_a_copy_is_refused(
