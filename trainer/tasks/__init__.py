@@ -1,1 +1,1 @@
-"""Tasks: what a model is trained for, each with an entry in `registry`. Tasks with labels share a file."""
+"""Tasks: what a model is trained for, each with an entry in `registry`; labels share a file."""
