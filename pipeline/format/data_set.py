@@ -74,9 +74,14 @@ def _open(path: StorePath, split: str) -> OpenedSplit:
     except ManifestError as error:
         raise ManifestError(f"{store.name}: {error}") from None
     if not info.rows:
-        raise ConfigError(
-            f"{store.name}: the split `{split}` holds no rows. Run `pretokenize` on more text."
-        )
+        full = [f"`{name}`" for name, other in manifest.splits.items() if other.rows]
+        remedy = "Run `pretokenize` on more text."
+        if full:
+            remedy = (
+                f"All are in {' and '.join(full)}: give `pretokenize --validation 0`, or texts "
+            )
+            remedy += "that differ (equal texts have one split)."
+        raise ConfigError(f"{store.name}: the split `{split}` holds no rows. {remedy}")
     return OpenedSplit.from_manifest(store, manifest, info)
 
 

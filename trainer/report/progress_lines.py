@@ -452,14 +452,16 @@ def log_beginning(
     epochs = f"; {config.steps / epoch.steps:.3g} epochs" if knows_steps(config, manifest) else ""
     _log.info(
         "steps: %s%s of about %s tokens%s",
-        f"{step + 1:,} to " if step else "",
+        f"{step + 1:,} to " if 0 < step < config.steps else "",
         f"{config.steps:,}",
         f"{round(epoch.tokens / epoch.steps):,}",
         epochs,
     )
     _log.info(
         "batch: a step has %s and about %s tokens, in %s of at most %s tokens; %s",
-        rows_of(config.step_rows or train.rows / epoch.steps),
+        count_of(config.step_rows, "sequence")
+        if config.step_rows and is_packed(config, manifest)
+        else rows_of(config.step_rows or train.rows / epoch.steps),
         f"{round(epoch.tokens / epoch.steps):,}",
         count_of(config.accumulation, "micro-batch", "micro-batches"),
         f"{config.micro_batch_slots:,}",

@@ -21,7 +21,7 @@ from support.delivery import (
 )
 from torch.utils.data import DataLoader
 
-from tokenfeed import Fixed, Mixture, Packed, Padded, ShardDataset, ShardLoader
+from tokenfeed import Fixed, Mixture, Packed, Padded, ShardDataset, ShardLoader, pretokenize
 from tokenfeed.pipeline.errors import ConfigError, LoaderError, ManifestError
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.planning.policies import Batching
@@ -157,8 +157,15 @@ def test_splits_that_are_missing_or_empty_are_named(
 ) -> None:
     with pytest.raises(ManifestError, match="no split `validation`"):
         open_loader(folder, split="validation")
-    with pytest.raises(ConfigError, match="the split `train` holds no rows"):
+    with pytest.raises(ConfigError, match=r"holds no rows\. Run `pretokenize` on"):
         open_loader(make_dataset([]))
+
+
+def test_equal_texts_in_one_split_are_named(tmp_path: Path, tokenizer: Path) -> None:
+    rows = [{"text": "word 12"}] * 30
+    pretokenize(rows, tmp_path / "out", tokenizer=tokenizer, validation=0.999)
+    with pytest.raises(ConfigError, match=r"All are in `validation`: give `pretokenize --valid"):
+        open_loader(tmp_path / "out")
 
 
 def rows_of(batches: Any, count: int | None = None) -> list[list[int]]:
