@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,7 @@ from support.commands import call
 from tokenizers import Tokenizer
 
 import tokenfeed
-from tokenfeed.pipeline.errors import CorpusError
+from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.tools import shards
 
 LIMIT = 10_000
@@ -164,6 +165,23 @@ def test_of_equal_texts_a_limit_takes_the_first(tmp_path: Path, tokenizer: Path)
     assert all(before < after for before, after in pairwise(kept))
     first = next(rows for rows in kept if any(is_same(row) for row in rows))
     assert [Path(file).name for file, record in first if is_same((file, record))] == ["a.jsonl"]
+
+
+def test_a_file_of_a_fixed_time_is_known_by_its_content(tmp_path: Path, tokenizer: Path) -> None:
+    """Archives and images give files one time, whatever is in them."""
+    source, out = tmp_path / "docs.jsonl", tmp_path / "out"
+
+    def write(word: str) -> None:
+        source.write_text(json.dumps({"text": word}))
+        os.utime(source, (1, 1))
+
+    write("plum")
+    for _ in range(2):
+        tokenfeed.pretokenize(source, out, tokenizer=tokenizer, validation=0)
+    write("pear")
+    with pytest.raises(ConfigError, match="already holds"):
+        tokenfeed.pretokenize(source, out, tokenizer=tokenizer, validation=0)
+    assert [row["text"] for row in rows_of(out)] == ["plum"]
 
 
 def is_same(row: tuple[str, int]) -> bool:
