@@ -430,10 +430,11 @@ def check_upload(config: TrainConfig) -> None:
         if folder.is_relative_to(run_dir):
             raise ConfigError(f"`--upload`: {name} is in --run-dir. Give another place.")
         if not any(each.exists() for each in (folder, *folder.parents[:2])):
-            # A drive that is not mounted. Otherwise its folders would be made on this disk.
-            raise ConfigError(
-                f"`--upload`: {name}: there is no folder {folder.parents[1]}. Mount its drive, or "
-                "make this folder."
+            _log.warning(
+                "`--upload`: %s: there is no folder %s, so the copy is on a disk of this machine. "
+                "For a drive, end the run, and mount it first",
+                name,
+                folder.parents[1],
             )
     if config.resume:
         with contextlib.suppress(OSError):  # `is_ahead` has warned
