@@ -62,8 +62,6 @@ SOURCES_FILE, REJECTS_FILE = "sources.jsonl", "rejects.jsonl"
 MADE_BY_FILE = ".made_by.json"
 PARTS_FOLDER = ".parts"
 """Holds the records of an unfinished run."""
-JOB_FILE = f"{PARTS_FOLDER}/job.json"
-"""Describes the unfinished run."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 _ADDED = (

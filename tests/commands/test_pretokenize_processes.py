@@ -165,7 +165,7 @@ def limit(kind: int, number: int) -> Callable[[], None]:
     [
         (resource.RLIMIT_NOFILE, 6, "Too many open files"),
         (resource.RLIMIT_AS, 150_000_000, "there is not enough memory"),
-        (resource.RLIMIT_FSIZE, 300, ".parts/job.json: File too large"),
+        (resource.RLIMIT_FSIZE, 300, ".made_by.json: File too large"),
         (resource.RLIMIT_FSIZE, 2_000, ".parts/plan.json: File too large"),
     ],
 )

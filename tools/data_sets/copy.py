@@ -99,7 +99,8 @@ def copy_data_set(source_path: str, to: str) -> Copied:
         raise ConfigError(f"{source.name}: FROM and TO are the same place. Give another TO.")
     shards = (shard for split in manifest.splits.values() for shard in split.shards)
     files: list[FileInfo] = [*dict.fromkeys((*manifest.side_files, *shards))]
-    with claimed(target, {"shards copy": manifest.fingerprint}):
+    made_by = _optional(source, MADE_BY_FILE)
+    with claimed(target, {"shards copy": manifest.fingerprint}, made_by):
         _check_place(source, target, manifest)
         if isinstance(target, LocalStore):
             for temporary in target.folder.rglob(f"*{TEMPORARY_SUFFIX}"):  # of killed copies
@@ -110,9 +111,9 @@ def copy_data_set(source_path: str, to: str) -> Copied:
             if not isinstance(target, LocalStore):
                 _log.warning("uploads under way are finished first; a second Ctrl-C ends at once")
             raise KeyboardInterrupt("copied files are kept; the same command continues") from None
-        if made_by := _optional(source, MADE_BY_FILE):
-            target.write(MADE_BY_FILE, made_by)
         target.write(MANIFEST_FILE, raw)
+        if made_by:
+            target.write(MADE_BY_FILE, made_by)  # last, as it replaces the claim of this copy
     sizes = [file.bytes for file in files]
     copied = [size for size, is_copied in zip(sizes, is_new, strict=True) if is_copied]
     return Copied(

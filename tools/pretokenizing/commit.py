@@ -38,8 +38,8 @@ from tokenfeed.tools.encoding.engines import EngineName, ReferenceEngine
 from tokenfeed.tools.encoding.limit import TRAIN
 from tokenfeed.tools.encoding.record_blocks import UnitResult
 from tokenfeed.tools.encoding.tasks.chat import ChatEncoder
-from tokenfeed.tools.jobs.claim import changed_file
 from tokenfeed.tools.jobs.crew import PROBES
+from tokenfeed.tools.jobs.run_records import changed_file
 from tokenfeed.tools.pretokenizing.prepare import Prepared
 
 _COUNTS = ("bytes", "written", "empty", "rejected", "left_out")

@@ -43,9 +43,8 @@ from tokenfeed.tools.encoding.tasks.base import TaskEncoder
 from tokenfeed.tools.encoding.tasks.chat import ChatEncoder
 from tokenfeed.tools.encoding.tasks.ids import IdsEncoder
 from tokenfeed.tools.encoding.tokenizer import ModelFiles, TextTokenizer, fetch_tokenizer_json
-from tokenfeed.tools.jobs.claim import State, state_of
 from tokenfeed.tools.jobs.executors import prepare_early
-from tokenfeed.tools.jobs.run_records import kept_plan
+from tokenfeed.tools.jobs.run_records import State, kept_plan, state_of
 from tokenfeed.tools.pretokenizing.options import Options
 
 logger = logging.getLogger(__name__)

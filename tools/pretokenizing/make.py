@@ -9,20 +9,22 @@ import contextlib
 import json
 import logging
 import time
-from dataclasses import replace
+from collections.abc import Iterator
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenizerError
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, Manifest, read_checked
 from tokenfeed.tools.corpus.spool import Spool
 from tokenfeed.tools.encoding.chat_messages import UNREAD_KEY
 from tokenfeed.tools.encoding.record_blocks import UnitResult
-from tokenfeed.tools.jobs.claim import recognise, remember, state_of, withdraw
 from tokenfeed.tools.jobs.run_records import (
+    WHOLE,
     JobPart,
     RunRecords,
     planning_alone,
+    recognise,
     recorded_units,
     remove_records,
+    state_of,
 )
 from tokenfeed.tools.pretokenizing.commit import commit
 from tokenfeed.tools.pretokenizing.inputs import (
@@ -56,16 +58,10 @@ def make_part(options: Options) -> PartSummary:
         num_units = resumed_units = sum(map(part.has, range(num_units)))
         is_complete = True
     else:
-        with contextlib.ExitStack() as stack:
-            with planning_alone(output) if inputs.plan is None else contextlib.nullcontext():
-                run = prepare(inputs)
-                begun = RunRecords.begin(output, inputs.recipe, part)
-                records = stack.enter_context(begun)
-                _begin_writing(run, records)
-            num_units, resumed_units = len(run.own_units), len(records.results)
-            with records.noting_failure(part):
-                run_units(run, records)
-        is_complete = _finished_by_last(options, len(run.units), records)
+        with _begun(inputs, part) as (run, records):
+            num_units, resumed_units = len(run.own_units(part)), len(records.results)
+            run_units(run, records)
+        is_complete = _finished_by_last(inputs, run)
     return PartSummary(
         out=str(output),
         part=str(options.part),
@@ -77,20 +73,41 @@ def make_part(options: Options) -> PartSummary:
     )
 
 
-def _finished_by_last(options: Options, num_units: int, records: RunRecords) -> bool:
+@contextlib.contextmanager
+def _begun(inputs: Inputs, part: JobPart) -> Iterator[tuple[Prepared, RunRecords]]:
+    """Plan the run, or read its plan, and begin a part of it."""
+    output = inputs.options.output
+    with contextlib.ExitStack() as stack:
+        with planning_alone(output):
+            run = prepare(inputs)
+            num_units = len(run.units)
+            begun = RunRecords.begin(output, inputs.recipe, num_units, part)
+            records = stack.enter_context(begun)
+            if not run.has_kept_plan:
+                records.keep_plan(run.plan)
+            json_bytes = run.tokenizer.json_bytes  # for workers
+            if not output.exists(TOKENIZER_FILE) or output.read(TOKENIZER_FILE) != json_bytes:
+                output.write(TOKENIZER_FILE, json_bytes)
+        yield run, records
+
+
+def _finished_by_last(inputs: Inputs, run: Prepared) -> bool:
     """Make the data set if every part has ended. Return whether it is made.
 
     In a folder, the part that leaves last makes it, because a part keeps its lock until its units
     are recorded. In a store, two parts may do so at once: they write the same bytes. If a part has
     found the fast engine wrong, units of other parts may have to be encoded again.
     """
-    if len(recorded_units(options.output)) < num_units or records.engine_rejected:
+    output, num_units = run.options.output, len(run.units)
+    if len(recorded_units(output)) < num_units:
         return False
     try:
-        make_dataset(replace(options, part=None, finish=True))
+        with RunRecords.begin(output, inputs.recipe, num_units) as records:
+            if not records.engine_rejected:
+                _encode(run, records)
     except (ConfigError, FileNotFoundError):  # another part is at work, or has just made it
-        return state_of(options.output) == "finished"
-    return True
+        pass
+    return state_of(output) == "finished"
 
 
 def make_dataset(options: Options, spool: Spool = tuple) -> Summary:
@@ -127,10 +144,9 @@ def make_dataset(options: Options, spool: Spool = tuple) -> Summary:
             already_finished=True,
             seconds=time.perf_counter() - started,
         )
-    run = prepare(inputs)
-    with RunRecords.begin(output, inputs.recipe) as records:
+    with _begun(inputs, WHOLE) as (run, records):
         resumed_units, resumed_bytes = len(records.results), _text_bytes(records)
-        manifest = _encode(run, records, inputs)
+        manifest = _encode(run, records)
     new_bytes = manifest.ledger.bytes - resumed_bytes
     unread = unread_fields(run.corpus, run.encoding.task) if new_bytes else {}
     _warn(run, manifest, unread)
@@ -147,34 +163,21 @@ def make_dataset(options: Options, spool: Spool = tuple) -> Summary:
     )
 
 
-def _begin_writing(run: Prepared, records: RunRecords) -> None:
-    """Store the plan, and the tokenizer for workers, unless another process has stored them."""
-    if not run.has_kept_plan:
-        records.keep_plan(run.plan)
-    output, json_bytes = run.options.output, run.tokenizer.json_bytes
-    if not output.exists(TOKENIZER_FILE) or output.read(TOKENIZER_FILE) != json_bytes:
-        output.write(TOKENIZER_FILE, json_bytes)
-
-
-def _encode(run: Prepared, records: RunRecords, inputs: Inputs) -> Manifest:
-    """Encode the units and write the data set."""
-    output, splits = run.options.output, run.encoding.splits
+def _encode(run: Prepared, records: RunRecords) -> Manifest:
+    """Encode the units that are missing, and write the data set."""
     try:
-        _begin_writing(run, records)
-        with records.noting_failure(JobPart(0, 1)):
-            engine = run_units(run, records)
+        engine = run_units(run, records)
     except TokenizerError:  # another command may do better, here too
         if not records.results:
-            withdraw(output, records, splits)
+            records.withdraw(run.encoding.splits)
         raise
     results = [records.results[unit.number] for unit in run.units]
     if not any(result.shards for result in results):
         failure = _no_document(run, results)
-        withdraw(output, records, splits)
+        records.withdraw(run.encoding.splits)
         raise failure
-    remember(output, inputs.recipe, len(run.units))
     manifest = commit(run, engine, results)
-    remove_records(output, job_first=True)
+    remove_records(run.options.output)
     return manifest
 
 

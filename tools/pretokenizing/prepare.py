@@ -29,7 +29,7 @@ from tokenfeed.tools.encoding.unit import EncodeSettings
 from tokenfeed.tools.jobs.crew import Work, local_crew
 from tokenfeed.tools.jobs.executors import SMALL_BYTES
 from tokenfeed.tools.jobs.progress_bar import Bar
-from tokenfeed.tools.jobs.run_records import check_recipe, is_begun, kept_plan
+from tokenfeed.tools.jobs.run_records import JobPart, check_recipe, kept_plan, state_of
 from tokenfeed.tools.pretokenizing.inputs import Inputs, check_usable, load_tokenizer, share_of
 from tokenfeed.tools.pretokenizing.options import Options
 
@@ -60,10 +60,8 @@ class Prepared:
     tokenizer_seconds: float
     """Seconds spent on training a tokenizer."""
 
-    @property
-    def own_units(self) -> tuple[Unit, ...]:
-        """The units of `--part`, or all units."""
-        part = self.options.job_part
+    def own_units(self, part: JobPart) -> tuple[Unit, ...]:
+        """Return the units of a part."""
         return tuple(unit for unit in self.units if part.has(unit.number))
 
 
@@ -84,7 +82,7 @@ def prepare(inputs: Inputs) -> Prepared:
     """
     options, kept = inputs.options, None
     output = options.output
-    if is_begun(output):
+    if state_of(output) != "new":
         kept = inputs.plan or kept_plan(output)
         changed = _changed_file(inputs.corpus, kept) if kept else ""
         check_recipe(output, inputs.recipe, changed)

@@ -37,7 +37,7 @@ from tokenfeed.tools.jobs.crew import (
     local_crew,
 )
 from tokenfeed.tools.jobs.progress_bar import Bar
-from tokenfeed.tools.jobs.run_records import RunRecords
+from tokenfeed.tools.jobs.run_records import WHOLE, RunRecords
 from tokenfeed.tools.pretokenizing.prepare import Prepared, is_small
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def run_units(run: Prepared, records: RunRecords) -> EngineName:
         KeyboardInterrupt: The message says how many units are finished.
     """
     settings = run.encoding
-    with _saying_what_is_kept(len(run.own_units), records, settings.task.risk):
+    with _saying_what_is_kept(len(run.own_units(records.part)), records, settings.task.risk):
         if settings.engine != ReferenceEngine.name and not records.engine_rejected:
             try:
                 _encode_all(run, settings, records)
@@ -120,8 +120,8 @@ def _encode_all(run: Prepared, settings: EncodeSettings, records: RunRecords) ->
     if is_fast and len(done) < len(records.results):
         FastEngine.check(run.tokenizer)  # before it may write over what the reference has made
     _check(run, settings, records, *done.values())
-    missing = [unit for unit in run.own_units if unit.number not in done]
-    if not missing and (not settings.audits or run.options.part is not None):
+    missing = [unit for unit in run.own_units(records.part) if unit.number not in done]
+    if not missing and (not settings.audits or records.part != WHOLE):
         return
     missing.sort(key=lambda unit: (-unit.weight_bytes, unit.number))
     sizes = [unit.weight_bytes for unit in missing]

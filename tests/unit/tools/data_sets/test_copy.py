@@ -75,7 +75,7 @@ def test_a_copy_is_completed_with_what_it_lacks(
     remote.put("train/00001.arrow", remote.content("train/00001.arrow"))  # no checksum is told
     remote.proxy.seen.clear()
     assert copy_data_set(str(out), remote.store.name).copied == 2
-    assert sum(line.startswith("PUT") for line in remote.proxy.seen) == 5
+    assert sum(line.startswith("PUT") for line in remote.proxy.seen) == 4
     assert objects_of(remote) == files_of(documents)
 
 
@@ -128,9 +128,8 @@ def test_another_data_set_is_not_written_over(
         copy_data_set(str(documents), str(other))
     with pytest.raises(ConfigError, match="FROM and TO are the same place"):
         copy_data_set(str(documents), str(documents))
-    (tmp_path / "begun/.parts").mkdir(parents=True)
-    job = {"parts": None, "recipe": {"CORPUS": ["x"]}}
-    (tmp_path / "begun/.parts/job.json").write_text(json.dumps(job))
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun/.made_by.json").write_text('{"CORPUS": ["x"]}')
     with pytest.raises(ConfigError, match="holds an unfinished run"):
         copy_data_set(str(documents), str(tmp_path / "begun"))
     keep_in_memory(monkeypatch, documents)
@@ -190,9 +189,8 @@ def test_copy_removes_what_killed_copy_left(documents: Path, tmp_path: Path) -> 
     left.parent.mkdir(parents=True)
     left.write_bytes(b"some bytes")
     fingerprint = Manifest.read(documents).fingerprint
-    job = {"parts": None, "recipe": {"shards copy": fingerprint}}
-    (tmp_path / "to/.parts").mkdir()
-    (tmp_path / "to/.parts/job.json").write_text(json.dumps(job))
+    claim = {"shards copy": fingerprint, "the packages": ["tokenfeed 0.1"]}
+    (tmp_path / "to/.made_by.json").write_text(json.dumps(claim))
     copy_data_set(str(documents), str(tmp_path / "to"))
     assert files_of(tmp_path / "to") == files_of(documents)
 

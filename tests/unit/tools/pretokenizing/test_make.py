@@ -142,9 +142,10 @@ def test_the_part_that_ends_last_makes_the_data_set_and_no_other_does(
 ) -> None:
     out = tmp_path / "out"
     part("0/3", lines, out, tokenizer)
-    recipe = json.loads((out / ".parts/job.json").read_bytes())["recipe"]
+    recipe = json.loads((out / ".made_by.json").read_bytes())
     recipe.pop("the packages")
-    with RunRecords.begin(LocalStore(out), recipe, JobPart(1, 3)):
+    num_units = recipe.pop("the number of units")
+    with RunRecords.begin(LocalStore(out), recipe, num_units, JobPart(1, 3)):
         part("2/3", lines, out, tokenizer)
         with pytest.raises(ConfigError, match="writing here, or a part of a run"):
             make(lines, out, tokenizer, finish=True)
@@ -214,21 +215,19 @@ def test_one_part_that_finds_the_fast_engine_wrong_has_all_parts_use_the_other(
     assert files_of(out) == files_of(tmp_path / "plain")
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"by": "x"}', None])
-def test_a_job_that_is_damaged_is_told(
+@pytest.mark.parametrize("content", ["", "[]", None])
+def test_a_claim_that_is_damaged_is_told(
     lines: Path, tokenizer: Path, tmp_path: Path, content: str | None
 ) -> None:
     out = tmp_path / "out"
-    (out / ".parts").mkdir(parents=True)
+    out.mkdir()
     if content is None:
-        (out / ".parts/job.json").mkdir()
+        (out / ".made_by.json").mkdir()
     else:
-        (out / ".parts/job.json").write_text(content)
-    with pytest.raises(
-        ConfigError, match=r"job\.json: is damaged, so what was begun there is unkn"
-    ):
+        (out / ".made_by.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"by\.json: is damaged, so what made the data set there"):
         part("0/2", lines, out, tokenizer)
-    with pytest.raises(ConfigError, match=r"job\.json: is damaged"):
+    with pytest.raises(ConfigError, match=r"by\.json: is damaged"):
         make(lines, out, tokenizer)
 
 
