@@ -45,7 +45,7 @@ def measure(case: str, folder: Path, rounds: int) -> list[Entry]:
     runs: dict[str, list[Entry]] = {side: [] for side in SIDES}
     for number in range(rounds):
         for side in SIDES if number % 2 == 0 else reversed(SIDES):
-            runs[side].append(run_apart(case, side, number, folder))
+            runs[side] += run_apart(case, number, folder, "--side", side)
             print(f"{case}, {side}: {runs[side][-1]}", file=sys.stderr, flush=True)
     entries = [describe(case, side, runs[side]) for side in SIDES]
     for name in ("tokens_s", "tokens_cpu_s"):
@@ -77,22 +77,21 @@ def describe(case: str, side: str, runs: list[Entry]) -> Entry:
     }
 
 
-def run_apart(case: str, side: str, seed: int, folder: Path) -> Entry:
-    """In a process that does nothing else."""
+def run_apart(case: str, seed: int, folder: Path, *options: str) -> list[Entry]:
+    """Run in a process that does nothing else, and return the lines that it prints."""
     command = [sys.executable, "-m", "benchmarks.scenarios", "--case", case, "--data", str(folder)]
-    command += ["--side", side, "--seed", str(seed)]
+    command += ["--seed", str(seed), *options]
     one = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=one, check=False)
     if done.returncode:
-        sys.exit(f"error: {case}, {side} failed:\n{done.stderr}")
-    found: Entry = json.loads(done.stdout.splitlines()[-1])
-    return found
+        sys.exit(f"error: {' '.join([case, *options])} failed:\n{done.stderr}")
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 def measure_part(part: str, folder: Path, rounds: int) -> list[Entry]:
     """Measure an optimization in processes of their own. Figures that differ between rounds are
     medians [least, most]."""
-    runs = [run_part(part, number, folder) for number in range(rounds)]
+    runs = [run_apart(part, number, folder) for number in range(rounds)]
     for entry in runs[0]:
         print(f"{part}: {entry}", file=sys.stderr, flush=True)
     entries = []
@@ -104,16 +103,6 @@ def measure_part(part: str, folder: Path, rounds: int) -> list[Entry]:
             entry[name] = summary(values, 4) if is_measured else value
         entries.append(entry)
     return entries
-
-
-def run_part(part: str, seed: int, folder: Path) -> list[Entry]:
-    command = [sys.executable, "-m", "benchmarks.scenarios", "--case", part, "--data", str(folder)]
-    command += ["--seed", str(seed)]
-    one = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=one, check=False)
-    if done.returncode:
-        sys.exit(f"error: {part} failed:\n{done.stderr}")
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 def run_here(case: str, side: str, seed: int, folder: Path) -> Entry:

@@ -97,17 +97,6 @@ def cards_table(results: list[Entry]) -> Rows:
     return rows
 
 
-def accumulation_table(results: list[Entry]) -> Rows:
-    """Return memory, time and loss of a step by its number of micro-batches."""
-    header = ["micro-batches", "GB, BERT-base, 64 rows, counted"]
-    header += ["ms a step, small model, 32 rows, on a CPU", "its held-out loss"]
-    rows = [header]
-    for entry in _of(results, "accumulation"):
-        figures = [_digits(entry["cpu_ms_a_step"], 0), _digits(entry["cpu_loss"], 3)]
-        rows.append([str(entry["micro_batches"]), f"{entry['gb']:.2f}", *figures])
-    return rows
-
-
 def _of(results: list[Entry], case: str) -> list[Entry]:
     return [entry for entry in results if entry["case"] == case]
 
@@ -150,5 +139,4 @@ TABLES = {
     "optimizations/workers": workers_table,
     "optimizations/memory": memory_table,
     "optimizations/cards": cards_table,
-    "optimizations/accumulation": accumulation_table,
 }

@@ -191,13 +191,9 @@ def write_mosaic(rows: Rows, folder: Path) -> None:
 
 
 def read_mosaic(rows: Rows, folder: Path, workers: int, endless: bool) -> Stream:
-    return open_mosaic(rows, workers, local=str(folder / "rows"))
-
-
-def open_mosaic(rows: Rows, workers: int, **places: str) -> Stream:
-    """The rows of a folder (`local`), or of a store (`remote`) by way of a folder."""
     streaming = import_streaming()
-    data = streaming.StreamingDataset(shuffle=True, batch_size=rows.batch_rows, **places)
+    local = str(folder / "rows")
+    data = streaming.StreamingDataset(shuffle=True, batch_size=rows.batch_rows, local=local)
     loader = streaming.StreamingDataLoader(
         data,
         batch_size=rows.batch_rows,
@@ -247,15 +243,12 @@ def write_litdata(rows: Rows, folder: Path) -> None:
 
 
 def read_litdata(rows: Rows, folder: Path, workers: int, endless: bool) -> Stream:
-    return open_litdata(rows, workers, input_dir=str(folder / "rows"))
-
-
-def open_litdata(rows: Rows, workers: int, **places: str) -> Stream:
-    """The rows of a folder or of a store (`input_dir`), this by way of a folder (`cache_dir`)."""
     import litdata
 
     tokens = litdata.TokensLoader(block_size=SEQUENCE) if rows.same_length else None
-    data = litdata.StreamingDataset(item_loader=tokens, shuffle=True, drop_last=False, **places)
+    data = litdata.StreamingDataset(
+        str(folder / "rows"), item_loader=tokens, shuffle=True, drop_last=False
+    )
     loader = litdata.StreamingDataLoader(
         data,
         batch_size=rows.batch_rows,

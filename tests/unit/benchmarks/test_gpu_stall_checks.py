@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.gpu import stall_checks
 from benchmarks.gpu.stall_checks import CHECKS, KERNELS, LENGTHS, SESSIONS
 from tokenfeed.trainer.stall.traces import Trace
 
@@ -89,40 +88,32 @@ def check(name: str, gpu: FakeGpu) -> dict[str, Any]:
     return found
 
 
-def test_pause_agrees_where_the_meter_measures_the_true_one() -> None:
-    found = check("pause", FakeGpu())
-    assert found["worst_difference_us"] < 0.02
-    assert all(row["kernels"] == KERNELS for row in found["pause"].values())
+def test_checks_find_what_is_known_of_the_device() -> None:
+    pause = check("pause", FakeGpu())
+    assert pause["worst_difference_us"] < 0.02
+    assert all(row["kernels"] == KERNELS for row in pause["pause"].values())
     wrong = check("pause", FakeGpu(measured_pause=0.2e-6))
     assert wrong["worst_difference_us"] == pytest.approx(1.1, abs=0.02)
     assert check("pause", FakeGpu(measured_pause=None))["worst_difference_us"] is None
 
-
-def test_durations_show_kernel_and_distance_apart() -> None:
-    for row, seconds in zip(
-        check("durations", FakeGpu())["durations"].values(), SECONDS.values(), strict=True
-    ):
+    rows = check("durations", FakeGpu())["durations"].values()
+    for row, seconds in zip(rows, SECONDS.values(), strict=True):
         assert row["kernel_in_trace_us"] == pytest.approx(1e6 * seconds, abs=0.01)
         assert row["events_us"] == pytest.approx(1e6 * (seconds + PAUSE), rel=0.01)
 
+    cost = check("cost", FakeGpu())
+    assert cost["first_start_s"] == pytest.approx(0.5, abs=1e-3)
+    assert cost["later_start_s"] == pytest.approx(0.03, abs=1e-3)
+    assert cost["us_per_kernel"] == pytest.approx(10, rel=0.05)
 
-def test_cost_has_the_first_start_and_the_reading_of_a_kernel() -> None:
-    found = check("cost", FakeGpu())
-    assert found["first_start_s"] == pytest.approx(0.5, abs=1e-3)
-    assert found["later_start_s"] == pytest.approx(0.03, abs=1e-3)
-    assert found["us_per_kernel"] == pytest.approx(10, rel=0.05)
-
-
-def test_lost_records_are_counted_session_by_session() -> None:
-    found = check("lost", FakeGpu(lost=7))
-    assert found["lost_kernels"] == [0] * 3 + [7] * (SESSIONS - 3)
-    assert found["lost_borders"] == [0] * SESSIONS
+    query = check("query", FakeGpu())
+    assert 3 <= query["query_lag_us"] <= 5
+    assert query["noise_us"] <= 2
+    assert check("slowing", FakeGpu())["slower"] == pytest.approx(0.1, abs=0.01)
 
 
-def test_a_session_that_fails_is_named_and_the_others_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gpu = FakeGpu()
+def test_lost_counts_each_session_and_names_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(lost=7)
     stop = gpu.stop
 
     def fail_once() -> Trace:
@@ -134,23 +125,5 @@ def test_a_session_that_fails_is_named_and_the_others_counted(
     monkeypatch.setattr(gpu, "stop", fail_once)
     found = check("lost", gpu)
     assert found["errors"] == ["CUPTI is taken"]
-    assert len(found["lost_kernels"]) == SESSIONS - 1
-
-
-def test_query_is_late_by_the_lag_of_the_device() -> None:
-    found = check("query", FakeGpu())
-    assert 3 <= found["query_lag_us"] <= 5
-    assert found["noise_us"] <= 2
-
-
-def test_slowing_is_that_of_launches_after_the_first_trace() -> None:
-    assert check("slowing", FakeGpu())["slower"] == pytest.approx(0.1, abs=0.01)
-
-
-def test_a_process_prints_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(stall_checks, "CudaDevice", FakeGpu)
-    monkeypatch.setattr("sys.argv", ["stall_checks.py", "pause", "DATA", "--settings", "{}"])
-    stall_checks.main()
-    assert set(json.loads(capsys.readouterr().out)) == {"pause", "worst_difference_us"}
+    assert found["lost_kernels"] == [0] * 3 + [7] * (SESSIONS - 4)
+    assert found["lost_borders"] == [0] * (SESSIONS - 1)
