@@ -64,10 +64,7 @@ PARTS_FOLDER = ".parts"
 """Holds the records of an unfinished run."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
-_ADDED = (
-    *("seal", "routed", "verified", "chat_template", "fields", "counts"),
-    *("named", "first_source", "removed"),
-)
+_ADDED = ("seal", "routed", "verified", "chat_template", "fields", "counts", "removed")
 """Keys that the first manifests lack. They are omitted if unknown, so that old fingerprints
 stay."""
 _HISTOGRAM_BINS = 32
@@ -109,16 +106,6 @@ class ShardInfo(FileInfo):
     seal: str | None = None
     """xxh3-64 over the checksums of all record batches. It differs for other rows. None in the
     first data sets."""
-    named: str | None = None
-    """The name in the schema and the checksums, in a data set that was merged; else None."""
-    first_source: Annotated[int, msgspec.Meta(gt=0, lt=1 << 32)] | None = None
-    """Number that readers add to `origin_file` in a merged data set. `named` differs from `file`
-    then, so a reader that does not know this key rejects the shard."""
-
-    @property
-    def stored_name(self) -> str:
-        """The name in the schema and in the checksums."""
-        return self.named or self.file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,8 +349,7 @@ class Manifest:
 
     def _check_files(self, path: str) -> None:
         shards = [shard for split in self.splits.values() for shard in split.shards]
-        names = [info.file for info in (*self.side_files, *shards)]
-        for name in (*names, *(shard.named for shard in shards if shard.named is not None)):
+        for name in (info.file for info in (*self.side_files, *shards)):
             if not _FILE_NAME.fullmatch(name):
                 raise ManifestError(
                     f"{path}: {name!r} is not a file below the folder of the data set. Run "
@@ -383,11 +369,6 @@ class Manifest:
                     f"{shard.rows:,} rows and {shard.tokens:,} tokens in {shard.bytes:,} bytes. "
                     "Restore the file, or run `pretokenize` again."
                 )
-        if unnamed := [s for s in shards if s.first_source and s.named in (None, s.file)]:
-            raise ManifestError(
-                f"{path}: {unnamed[0].file} has `first_source` {unnamed[0].first_source} without "
-                "another name in `named`. Restore the manifest."
-            )
 
 
 def _is_own(name: str) -> bool:

@@ -27,7 +27,6 @@ from tokenfeed.pipeline.format import arrow_file
 from tokenfeed.pipeline.format.manifest import Manifest, ShardInfo
 from tokenfeed.pipeline.format.schema import (
     FORMAT_VERSION,
-    ORIGIN_FILE,
     Column,
     Kinds,
     Rows,
@@ -141,7 +140,7 @@ class ExpectedShard:
         """
         metadata = stored.metadata or {}
         seal = metadata.pop(SEAL_KEY, None)
-        implied = shard_metadata(self.info.stored_name, self.vocabulary_size)
+        implied = shard_metadata(self.info.file, self.vocabulary_size)
         if metadata != implied or not stored.equals(self.schema):
             raise damaged(self.path, "its schema is not the one the manifest implies")
         if seal != (self.info.seal and self.info.seal.encode("utf-8", "surrogatepass")):
@@ -186,7 +185,7 @@ class ExpectedShard:
             buffers = batch_buffers(batch, self.kinds)
             rows = rows_of_buffers(buffers, self.kinds)
             first_row = _row_number(metadata[FIRST_ROW_KEY])
-            actual = batch_checksums(self.info.stored_name, batch_index, first_row, buffers)
+            actual = batch_checksums(self.info.file, batch_index, first_row, buffers)
             is_whole = True
             for key, checksum in actual.items():
                 is_whole &= metadata[key] == checksum
@@ -203,8 +202,6 @@ class ExpectedShard:
                 f"manifest allows {info.batches:,} record batches with {info.rows:,} rows and "
                 f"{info.tokens:,} tokens, up to {info.longest_row:,} in a row",
             )
-        if self.info.first_source and ORIGIN_FILE in buffers:
-            rows.per_row[ORIGIN_FILE] = buffers[ORIGIN_FILE] + np.uint32(self.info.first_source)
         return rows, first_row
 
     def _fits(self, rows: Rows, first_row: int, batch_index: int) -> bool:
@@ -343,20 +340,15 @@ class ShardReader:
 
     def verify_file(self) -> None:
         """Compare the whole file's checksum with the manifest's: finds damage between batches."""
+        digest = xxhash.xxh3_64()
         try:
-            actual = self._checksum()
+            with self._store.open(self._info.file, self._info.bytes) as file:
+                while block := file.read(_CHECKED_BYTES):
+                    digest.update(block)
         except OSError as error:
             raise refused(self.path, "the file cannot be read", error) from error
-        if actual != self._info.xxh3:
+        if (actual := digest.hexdigest()) != self._info.xxh3:
             raise damaged(self.path, f"the file has checksum {actual}, expected {self._info.xxh3}")
-
-    def _checksum(self) -> str:
-        """Return the xxh3-64 of the whole file, read once, 1 MiB at a time."""
-        digest = xxhash.xxh3_64()
-        with self._store.open(self._info.file, self._info.bytes) as file:
-            while block := file.read(_CHECKED_BYTES):
-                digest.update(block)
-        return digest.hexdigest()
 
     def _open(self, kept: list[int]) -> tuple[pa.NativeFile, ipc.RecordBatchFileReader, np.ndarray]:
         """Open the file, to read some of its columns. Return also where its record batches are."""

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import pytest
 from support.commands import COMMAND, run
 from support.corpora import write_ballast, write_long_corpus
 from support.data_sets import files_of
-from support.installed_servers import can_run_slurm, slurm
 
 SHARDS = ("--shard-size", "30KB", "--validation", "0.1")
 
@@ -120,26 +118,4 @@ def test_a_cluster_that_loses_a_worker_gives_the_bytes_of_one_command(
             assert line_of(cluster) == "removed"
         assert process.poll() is None, "it ended before"
         assert process.wait(200) == 0
-    assert files_of(out) == files_of(tmp_path / "plain")
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not can_run_slurm(), reason="needs Slurm, and root to start it")
-def test_a_slurm_array_gives_the_bytes_of_one_command(
-    big: Path, tmp_path: Path, tokenizer: Path
-) -> None:
-    options = ("--tokenizer", tokenizer, *SHARDS)
-    run(big, tmp_path / "plain", *options, "--workers", 1)
-    out = tmp_path / "out"
-    command = shlex.join([*COMMAND, *map(str, (big, out, *options))])
-    with slurm(tmp_path / "slurm") as environment:
-
-        def sbatch(*given: str, wrap: str) -> str:
-            log = f"--output={tmp_path}/%A-%a.log"
-            submit = ["sbatch", "--parsable", log, f"--chdir={tmp_path}", *given, f"--wrap={wrap}"]
-            return subprocess.run(
-                submit, env=environment, capture_output=True, text=True, check=True
-            ).stdout.strip()
-
-        sbatch("--array=0-5", "--wait", wrap=f"{command} --part $SLURM_ARRAY_TASK_ID/6")
     assert files_of(out) == files_of(tmp_path / "plain")

@@ -33,7 +33,6 @@ PATIENT = replace(FAST, read_s=2.0, request_s=20.0, give_up_s=30.0, warn_after_s
 """For servers that take their time."""
 STARTS = {
     "seaweed": servers.seaweed,
-    "moto": servers.moto,
     "azurite": servers.azurite,
 }
 _folders = itertools.count()
@@ -86,8 +85,7 @@ def test_what_is_put_can_be_had_whole_and_in_part(store: ObjectStore) -> None:
 def test_conditions_of_writes_hold(store: ObjectStore, proxy: FaultProxy) -> None:
     assert store.create("once", b"first")
     assert not store.create("once", b"second")
-    at_once = 1 if proxy.server == "moto" else 8  # it looks, then puts, and others come between
-    with ThreadPoolExecutor(at_once) as threads:
+    with ThreadPoolExecutor(8) as threads:
         won = list(threads.map(store.create, ["claim"] * 8, [b"%d" % n for n in range(8)]))
     assert sum(won) == 1
     proxy.schedule.append(Fault("lost"))
@@ -97,8 +95,6 @@ def test_conditions_of_writes_hold(store: ObjectStore, proxy: FaultProxy) -> Non
 def test_a_wrong_key_is_told_at_once(
     store: ObjectStore, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if proxy.server == "moto":
-        pytest.skip("moto takes any key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not this one")
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "bm90IHRoaXMgb25l")
     other = replace(ObjectStore.from_url(f"{store.name}other"), timing=PATIENT)

@@ -9,15 +9,12 @@ from pathlib import Path
 import pytest
 from support import named_cuda
 
-from benchmarks.stall_tools.__main__ import SCRIPT
 from benchmarks.stall_tools.any_script import check, is_good
 
 pytestmark = pytest.mark.slow
 
 FETCH = "torch.utils.data._utils.fetch._MapDatasetFetcher.fetch"
 NEXT = "torch.utils.data.dataloader._BaseDataLoaderIter.__next__"
-EVALUATE = "__main__.evaluate"
-
 LOOP = """
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -34,51 +31,10 @@ for rows, targets in DataLoader(data, batch_size=4):
 print("done on", device)
 """
 
-OWN = """
-import torch
-
-def batches():
-    for _ in range(60):
-        yield torch.randn(8, 64), torch.arange(8)
-
-model = torch.nn.Linear(64, 8)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for rows, labels in batches():
-    loss = torch.nn.functional.cross_entropy(model(rows), labels)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
-@pytest.mark.long  # `test_stall.py` has such scripts
-@pytest.mark.parametrize(
-    ("fault", "cause", "faults"),
-    [
-        ("none", "data", [[FETCH, 0.06, False], [NEXT, 0.0, True]]),
-        ("evaluation", "evaluation", [["torch.randn", 0.04, False], [EVALUATE, 0.0, True]]),
-    ],
-)
-def test_share_is_that_of_a_stopwatch_in_the_process(
-    fault: str, cause: str, faults: list[list[object]]
-) -> None:
-    found = check([str(SCRIPT), fault], cause, faults)
-    assert is_good(found), found
-    assert found["truth"] > 0.05
-
-
-@pytest.mark.long
-def test_share_of_the_batches_of_a_generator_is_that_of_a_stopwatch(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(OWN)
-    found = check([str(script)], "other", [["torch.arange", 0.12, True]])
-    assert is_good(found), found
-    assert found["truth"] > 0.5
 
 
 def test_share_is_that_of_a_stopwatch_on_a_device_in_name_only(
@@ -94,11 +50,3 @@ def test_share_is_that_of_a_stopwatch_on_a_device_in_name_only(
     assert is_good(found), found
     assert found["truth"] > 0.2
     assert "done on cuda" in found["stdout"]
-
-
-def test_check_sees_a_share_that_is_wrong() -> None:
-    good = {"exit codes": [0, 0], "same stdout": True, "points off": 1.9}
-    assert is_good(good)
-    for wrong in ({"exit codes": [0, 1]}, {"same stdout": False}, {"points off": 2.1}):
-        assert not is_good(good | wrong)
-    assert not is_good({"exit codes": [0, 0], "same stdout": True, "failed": "no report"})

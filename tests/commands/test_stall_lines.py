@@ -118,31 +118,6 @@ def test_sampler_finds_the_loop_and_its_line() -> None:
     assert found == {(3, "wait_for_batch"), (4, "")}
 
 
-def test_line_timer_exists_only_with_monitoring(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    monkeypatch.setattr(lines, "LineTimer", lambda code, known: made.append(code) or Timer())
-    monkeypatch.setattr(lines, "_FIRST_TIMED", 1)
-
-    class Timer:
-        steps: tuple[()] = ()
-
-        def start(self) -> bool:
-            return True
-
-        def end_step(self) -> None: ...
-
-        close = end_step
-
-    ends = list[int]()
-    found = HostLines(threading.get_ident(), lambda: False, lambda: 0.0, lambda: len(ends))
-    for step in range(6):
-        time.sleep(0.05)
-        ends.append(step)
-        found.look()
-    found.close()
-    assert bool(made) is hasattr(sys, "monitoring")
-
-
 def test_stacks_are_bounded() -> None:
     def loop() -> None: ...
 

@@ -1,8 +1,6 @@
 """The stall of loops that are not ours, on the CPU: a loader that sleeps is found."""
 
 import logging
-import time
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ from support.simulated_clocks import SimulatedClock
 from support.sleeping import Sleeping, Tiny
 from torch.utils.data import DataLoader
 
-from tokenfeed.trainer.stall import StallMeter, StallReport
+from tokenfeed.trainer.stall import StallReport
 
 pytestmark = pytest.mark.clock
 
@@ -28,35 +26,6 @@ def assert_slept(report: StallReport, seconds: float = SECONDS) -> None:
     parts = sum(part.seconds for part in report.causes.values())
     assert report.stall * report.seconds == pytest.approx(parts)
     assert parts <= report.seconds
-
-
-class _Timed:
-    """Batches, and the seconds that each took."""
-
-    def __init__(self, batches: Iterable[Any]) -> None:
-        self._batches, self.seconds = batches, list[float]()
-
-    def __iter__(self) -> Iterator[Any]:
-        iterator = iter(self._batches)
-        while True:
-            began = time.perf_counter()
-            batch = next(iterator, None)
-            if batch is None:
-                return
-            self.seconds.append(time.perf_counter() - began)
-            yield batch
-
-
-@pytest.mark.slow
-def test_so_is_one_with_workers_as_far_as_they_do_not_hide_it() -> None:
-    """Real seconds: the meter's are between those of two stopwatches, inside and outside of it."""
-    meter = StallMeter("cpu", skipped_steps=8)
-    inner = _Timed(DataLoader(Sleeping(28, SECONDS), batch_size=1, num_workers=2))
-    outer = _Timed(meter.watch(inner))
-    for _ in outer:
-        meter.step()
-    assert sum(inner.seconds[8:]) <= meter.report().causes["data"].seconds
-    assert meter.report().causes["data"].seconds <= sum(outer.seconds[8:])
 
 
 @pytest.mark.slow

@@ -29,7 +29,6 @@ from tokenfeed.pipeline.caching.node_cache import (
 from tokenfeed.pipeline.errors import ConfigError, RemoteError
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.shard import end_bytes
-from tokenfeed.pipeline.format.storage import exclusive, try_lock
 from tokenfeed.pipeline.planning.plan import Plan, Position
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.reader import WindowReader
@@ -99,20 +98,6 @@ def test_a_cache_never_holds_more_than_its_bound(
     monkeypatch.setattr("tokenfeed.pipeline.caching.node_cache.os.replace", watched)
     epochs(maker_of(store, settings_of(tmp_path, bound)))
     assert 0.7 * bound < most <= bound
-
-
-@pytest.mark.slow
-def test_what_fits_is_asked_for_once_and_what_does_not_as_little_as_can_be(
-    store: RangedFolder, tmp_path: Path
-) -> None:
-    (split,) = open_splits([store], "train")
-    total = sum(path.stat().st_size for path in store.folder.glob("train/*"))
-    epochs(maker_of(store, settings_of(tmp_path / "large", total * 2)), 3)
-    once = len(store.requests())
-    assert once == len(set(store.requests())) == split.batches + 2
-    epochs(maker_of(store, settings_of(tmp_path / "half", total // 2)), 3)
-    asked = len(store.requests()) - once
-    assert asked < 2.5 * once, "of three epochs a half comes from the cache, but for the first"
 
 
 def write_pieces(folder: Path, count: int = 20) -> None:
@@ -197,15 +182,6 @@ def test_an_outage_costs_nothing_as_long_as_windows_are_ahead(
     epochs(maker, 1)
 
 
-def test_a_file_that_a_stopped_process_holds_is_waited_for_and_not_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tokenfeed.pipeline.format.storage.PATIENCE_S", 0.2)
-    began = time.monotonic()
-    with exclusive(str(tmp_path / "sum")), exclusive(str(tmp_path / "sum")):
-        assert 0.2 <= time.monotonic() - began < 60
-
-
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_a_disk_that_takes_nothing_costs_the_cache_and_not_the_run(
     store: RangedFolder,
@@ -230,15 +206,6 @@ def test_a_disk_that_takes_nothing_costs_the_cache_and_not_the_run(
     assert caplog.text.count("the cache cannot be written") == 1
     assert not cached_files(tmp_path)
     assert not [path for path in tmp_path.glob("v2/*/*/*/*") if path.is_file()]
-
-
-def test_a_set_that_is_read_says_so(store: RangedFolder, tmp_path: Path) -> None:
-    maker = maker_of(store, settings_of(tmp_path, 1 << 30))
-    maker.make(Position(0, 0, 0))
-    (used,) = tmp_path.glob("v2/kept/*/.used")
-    os.utime(used, (1, 1))
-    maker.make(Position(0, 1, 0))
-    assert used.stat().st_mtime > 1
 
 
 def test_a_bound_below_three_windows_is_refused_with_numbers(tmp_path: Path) -> None:
@@ -286,18 +253,6 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"`cache_dir`=.*/file/x: Not a directory"):
         resolve_cache(tmp_path / "file/x", None, **SIZES)
-
-
-def test_a_lock_is_held_once_and_ends_with_its_block(tmp_path: Path) -> None:
-    path = str(tmp_path / "locks")
-    with (
-        try_lock(path, 5, 3) as first,
-        try_lock(path, 7, 1) as inside,
-        try_lock(path, 8, 1) as beside,
-    ):
-        assert (first, inside, beside) == (True, False, True)
-    with try_lock(path, 7, 1) as again:
-        assert again
 
 
 @pytest.mark.parametrize(

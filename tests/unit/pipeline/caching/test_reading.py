@@ -2,7 +2,6 @@
 
 import logging
 import os
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.data_sets import (
-    VOCABULARY_SIZE,
     MakeDataset,
     order_of_one,
     plan_in_memory,
@@ -26,8 +24,6 @@ from tokenfeed import Fixed
 from tokenfeed.pipeline.caching.node_cache import CacheSettings, cache_for
 from tokenfeed.pipeline.errors import ShardFormatError
 from tokenfeed.pipeline.format.data_set import open_splits
-from tokenfeed.pipeline.format.shard import ExpectedShard
-from tokenfeed.pipeline.format.shard_ranges import RangedShard
 from tokenfeed.pipeline.format.store import StorePath
 from tokenfeed.pipeline.planning.plan import Ahead, Position
 from tokenfeed.pipeline.windows.reader import Window, WindowReader
@@ -126,19 +122,6 @@ def test_what_a_store_keeps_itself_is_not_kept_again_and_is_brought_ahead(
     assert cache_for((split,), ahead.plan, tmp_path, 1), "nothing is refused for its size"
 
 
-def test_a_copy_of_a_reader_reads_on_from_the_cache(
-    folder: Path, store: RangedFolder, cache: CacheSettings
-) -> None:
-    reader = reader_of(store, cache)
-    batches = all_batches(folder)
-    whole = reader.read(batches)
-    copy = pickle.loads(pickle.dumps(reader))
-    asked = len(store.requests())
-    assert same(copy.read(batches), whole)
-    assert len(store.requests()) == asked
-    assert copy.fetched.hits == len(batches) + 3
-
-
 def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
@@ -227,27 +210,3 @@ def test_a_mixture_may_be_half_remote(
     local = open_splits([first, second], "train")
     batches = np.arange(sum(split.batches for split in local))
     assert same(WindowReader(stores).read(batches), WindowReader(local).read(batches))
-
-
-def test_no_record_batch_of_a_shard_that_took_its_place_is_read(
-    folder: Path, make_dataset: MakeDataset
-) -> None:
-    """Each of its record batches is good, and the footer of the first one is known."""
-    (split,) = open_splits([folder], "train")
-    (other,) = open_splits([make_dataset(realistic_lengths()[::-1], num_shards=3)], "train")
-    read = 0
-    for info in split.split.shards:
-        columns = split.manifest.columns
-        expected = ExpectedShard.of(info.file, info, VOCABULARY_SIZE, columns, None)
-        shard = RangedShard.from_end(expected, split.store.read(info.file))
-        there = other.store.read(info.file)
-        for number in range(info.batches):
-            start, length = shard.span(number, 1)
-            for shift in (0, 8):  # what came is shorter, or longer, than what was meant
-                with pytest.raises(ShardFormatError, match=r"Copy"):
-                    shard.rows(number, there[start : start + length + shift])
-            mine = split.store.read(info.file)[start : start + length]
-            read += len(shard.rows(number, mine)[0])
-            with pytest.raises(ShardFormatError, match="is 8 bytes too short"):
-                shard.rows(number, mine + bytes(8))
-    assert read == split.rows

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from pyarrow import ipc
 from support import FORMAT_1
 from support.data_sets import random_rows, rows_of_ids
 from support.delivery import MakeDataset, open_loader
@@ -97,21 +96,6 @@ def test_only_a_manifest_without_seals_takes_shards_without_seals(tmp_path: Path
         ShardReader.open(golden, Manifest.read(golden), replace(old, seal="0" * 16))
 
 
-@pytest.mark.parametrize("num_batches", [0, 1, 3])
-def test_the_seal_stands_wherever_arrow_keeps_the_schema(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_batches: int
-) -> None:
-    monkeypatch.setattr("tokenfeed.pipeline.format.shard_writer.BATCH_TOKENS", 10)
-    info = write(tmp_path, random_rows(np.array([10] * num_batches, np.int64)))
-    data = (tmp_path / NAME).read_bytes()
-    expected = (info.seal or "").encode()
-    in_stream = ipc.open_stream(data[8:]).schema  # behind the file's magic bytes it is a stream
-    for schema in (in_stream, ipc.open_file(pa.BufferReader(data)).schema):
-        assert schema.metadata[b"tokenfeed.seal"] == expected
-    assert info.batches == num_batches
-    assert data.count(expected) == 2
-
-
 MACHINE = [
     (MemoryError("malloc of size 9 failed"), "Cannot allocate memory. The machine lacks memory"),
     (pa.ArrowMemoryError("malloc of size 9 failed"), "The machine lacks memory"),
@@ -148,15 +132,6 @@ def test_a_machine_that_refuses_is_not_called_damage(
         assert expected in message
         assert str(tmp_path / NAME) in message
         assert "Copy" not in message
-
-
-def test_what_cannot_be_decoded_is_still_called_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    info = a_shard(tmp_path)
-    monkeypatch.setattr("pyarrow.ipc.open_file", raising(pa.ArrowInvalid("no\nfooter")))
-    with pytest.raises(ShardFormatError, match=r"\(no footer\)\. Copy the file again"):
-        ShardReader(tmp_path, info, 1000)
 
 
 @pytest.mark.parametrize("length", [10, 5000])

@@ -8,7 +8,7 @@ import pytest
 from support.object_server import DATA, FAST, Fault, Remote, StoredObject, as_own_process
 
 from tokenfeed.pipeline.errors import ConfigError, RemoteError, RemoteMissingError
-from tokenfeed.pipeline.format.store import STORES, open_place, open_store
+from tokenfeed.pipeline.format.store import open_place, open_store
 from tokenfeed.pipeline.remote import address
 from tokenfeed.pipeline.remote.address import SCHEMES
 from tokenfeed.pipeline.remote.hub import HubStore
@@ -187,8 +187,3 @@ def test_every_scheme_is_opened_and_written_to_unless_it_is_the_webs(scheme: str
 def test_open_place_rejects_hub_names_that_would_be_folders(place: str) -> None:
     with pytest.raises(ConfigError, match=f"^{place}: nothing can be written there"):
         open_place(place)
-
-
-def test_a_scheme_that_the_client_knows_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(STORES, "s3a", ObjectStore.from_url)
-    assert open_store("s3a://somewhere/out").name == "s3a://somewhere/out"

@@ -1,7 +1,6 @@
 """An object store gives what was put, whatever the network does in between."""
 
 import io
-import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,17 +22,10 @@ from support.object_server import (
 from xxhash import xxh3_64_hexdigest
 
 from tokenfeed.pipeline.errors import RemoteError, RemoteMissingError
-from tokenfeed.pipeline.format.store import Store, open_store
 from tokenfeed.pipeline.remote import object_store
 from tokenfeed.pipeline.remote.object_store import XXH3_KEY, ObjectStore
 
 pytest.importorskip("obstore")
-
-
-def test_it_is_a_store(remote: Remote) -> None:
-    assert isinstance(remote.store, Store)
-    assert open_store(remote.store) is remote.store
-    assert remote.store.path("train/0.arrow") == f"s3://{remote.prefix}/train/0.arrow"
 
 
 Names = st.sampled_from(["a", "b/c", "b/d e", "b/ü%2F#?+"])
@@ -177,15 +169,6 @@ def test_plain_http_is_read_and_says_what_it_cannot(remote: Remote) -> None:
         web.read("x")
     with pytest.raises(RemoteError):
         list(web.list("train"))
-
-
-def test_it_is_pickled_small_and_without_its_client(remote: Remote) -> None:
-    remote.put("x", DATA)
-    assert remote.store.read("x") == DATA
-    pickled = pickle.dumps(remote.store)
-    assert len(pickled) < 500
-    assert pickle.loads(pickled) == remote.store
-    assert pickle.loads(pickled).read("x") == DATA
 
 
 def test_google_goes_by_the_number_of_a_version(

@@ -1,6 +1,5 @@
 """Some spans of an object are read as from a file, and little else is asked for."""
 
-import tracemalloc
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -73,21 +72,6 @@ def test_columns_side_by_side_are_read_once_and_what_is_between_is_not() -> None
             file.read(min(MIB // 3, stop - file.tell()))
     assert ranges.bytes == sum(stop - start for start, stop in columns)
     assert len(ranges.asked) <= 9
-
-
-def test_of_a_long_span_a_few_windows_are_in_memory() -> None:
-    file, ranges = opened()
-    file.expect([(0, 20 * MIB), (20 * MIB, 40 * MIB)], at_once=2)
-    tracemalloc.start()
-    before, _ = tracemalloc.get_traced_memory()
-    for step in range(0, 20 * MIB, GAP):
-        for start in (0, 20 * MIB):
-            file.seek(start + step)
-            assert len(file.read(GAP)) == GAP
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak - before < 5 * LARGEST_BYTES
-    assert ranges.bytes == 40 * MIB
 
 
 def test_small_neighbours_are_one_request_and_a_beginning_is_a_small_one() -> None:
