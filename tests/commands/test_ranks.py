@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from support import PROGRAMS, warm
+from support.commands import call
 from support.programs.ranked_training import BEGINS
 from support.training import RUNS, load_weights, read_metrics
+
+from tokenfeed.tools import report as report_command
 
 PROGRAM = PROGRAMS / "ranked_training.py"
 SETTINGS: dict[str, Any] = {
@@ -169,6 +172,10 @@ def test_report_names_the_late_rank(name: str, trained: Trained) -> None:
     assert (stall["slowest_rank"]["rank"], stall["slowest_rank"]["cause"]) == (1, "data")
     slept = 2 * LATE_S * stall["steps"]  # before each of two micro-batches
     assert stall["ranks"][0]["waited_seconds"] == pytest.approx(slept, rel=1e-3)
+    said = call(report_command.main, trained.folder / name).stdout
+    assert "ranks    rank 1 keeps the others waiting: data" in said
+    assert re.search(r"^next +rank 1: raise `--num-workers`", said, re.MULTILINE)
+    assert "<th>1 (late)</th>" in (trained.folder / name / "report.html").read_text()
 
 
 def test_a_wish_of_one_rank_ends_all_after_the_same_step(trained: Trained) -> None:

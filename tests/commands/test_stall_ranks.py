@@ -3,13 +3,11 @@
 import json
 import os
 import re
-import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import PROGRAMS, warm
-from support.training import write_labelled
 
 pytestmark = pytest.mark.clock
 
@@ -37,38 +35,11 @@ def assert_late(stall: dict[str, Any], slept: float, late: int) -> None:
     assert slowest["step_seconds"] == pytest.approx(slept, rel=0.1)
 
 
-@pytest.mark.long
-@pytest.mark.slow
-def test_of_two_ranks_under_torchrun_the_one_whose_loader_sleeps_is_named(tmp_path: Path) -> None:
-    shards = write_labelled(tmp_path / "lm", "lm", count=150)
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    run_dir = tmp_path / "run"
-    python(*launcher, PROGRAMS / "late_rank.py", shards, run_dir, 1, SECONDS, STEPS)
-    slept = statistics.mean(json.loads((run_dir / "slept.json").read_text()))
-    assert_late(json.loads((run_dir / "report.json").read_text())["stall"], slept, late=1)
-    told = python("-m", "tokenfeed.tools.report", run_dir)
-    assert "ranks    rank 1 keeps the others waiting: data" in told
-    assert re.search(r"^next +rank 1: raise `--num-workers`", told, re.MULTILINE)
-    assert "<th>1 (late)</th>" in (run_dir / "report.html").read_text()
-
-
 @pytest.mark.slow
 def test_a_loop_that_is_not_ours_gathers_what_its_ranks_have_measured(tmp_path: Path) -> None:
     *told, found = python(PROGRAMS / "foreign_ranks.py", SECONDS, 15, tmp_path).splitlines()
     assert_late(json.loads(found), SECONDS, late=1)
     assert any("rank 1 keeps the others waiting: data" in line for line in told)
-
-
-@pytest.mark.slow
-def test_steps_waiting_for_a_late_rank_is_communication(tmp_path: Path) -> None:
-    """What keeps the first rank waiting is the sum of targets inside `next`, not its loader."""
-    shards = write_labelled(tmp_path / "lm", "lm", count=150)
-    found = python(PROGRAMS / "event_ranks.py", shards, tmp_path, 0.03).splitlines()[-1]
-    stall = json.loads(found)
-    assert [each["rank"] for each in stall["ranks"]] == [0, 1]
-    quick = stall["ranks"][0]
-    assert quick["causes"]["communication"] / quick["steps"] == pytest.approx(0.03)
-    assert quick["causes"].get("data", 0.0) == 0.0
 
 
 @pytest.mark.slow

@@ -1,19 +1,15 @@
 """Workers: how they start, end and leave nothing behind. `tests/outside` kills them."""
 
 import gc
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -38,8 +34,7 @@ from support.processes import (
 
 from tokenfeed import Manifest, Padded, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError, LoaderError
-from tokenfeed.pipeline.feeding import window_source, worker
-from tokenfeed.pipeline.planning.plan import Position
+from tokenfeed.pipeline.feeding import window_source
 
 forked = pytest.mark.usefixtures("forked_workers")
 
@@ -176,46 +171,6 @@ def test_a_worker_that_no_kill_ends_does_not_hold_up_its_error(
         assert opened_since(before) == []
         os.kill(pid, signal.SIGCONT)
         assert eventually(lambda: not is_alive(pid)), "its socket is closed"
-
-
-def spin() -> None:
-    while True:
-        pass
-
-
-class _Busy:
-    """A maker that works until it has waited for a core for a tenth of a second."""
-
-    reader = SimpleNamespace(fetched=None)
-
-    def make(self, position: object) -> SimpleNamespace:
-        before = self._waited()
-        while (waited := self._waited() - before) < 0.1:
-            pass
-        self.waited_s = waited
-        return SimpleNamespace(num_bytes=1, write=lambda memory: None)
-
-    def _waited(self) -> float:
-        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
-
-
-@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel keeps no count")
-def test_waiting_for_a_core_is_no_work_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    maker = _Busy()
-    before = os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, {min(before)})
-        other = multiprocessing.get_context("fork").Process(target=spin)
-        other.start()
-        began = time.perf_counter()
-        with tempfile.TemporaryFile() as buffer:
-            made = worker.Worker(maker, [buffer.fileno()]).make(Position(0, 0, 0), 0)  # type: ignore[arg-type]
-        seconds = time.perf_counter() - began
-    finally:
-        os.sched_setaffinity(0, before)
-        os.kill(other.pid or 0, signal.SIGKILL)
-        other.join()
-    assert 0 < made.seconds < seconds - maker.waited_s
 
 
 @forked

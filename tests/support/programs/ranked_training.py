@@ -14,15 +14,17 @@ import socket
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from support.programs.late_rank import make_late
 from support.simulated_clocks import SharedClock
 from support.training import make_config
 
+from tokenfeed import Batch, ShardLoader
 from tokenfeed.pipeline.errors import TokenfeedError
+from tokenfeed.trainer.loop.loaders import SplitLoaders
 from tokenfeed.trainer.loop.run import train as run_until
 from tokenfeed.trainer.tasks import vocabulary_loss
 
@@ -57,6 +59,24 @@ def train(settings: dict[str, Any], rank: int = 0) -> None:
     if rank == late:
         make_late(lambda: clock.sleep(seconds))
     run_until(make_config(shards, run_dir, **settings), lambda: stops, end_step)
+
+
+def make_late(sleep: Callable[[], object]) -> None:
+    """Have this process sleep before each micro-batch."""
+    train_loader = SplitLoaders.train_loader
+
+    class LateLoader(ShardLoader):
+        def __iter__(self) -> Iterator[Batch]:
+            for batch in super().__iter__():
+                sleep()
+                yield batch
+
+    def late(loaders: SplitLoaders) -> ShardLoader:
+        loader = train_loader(loaders)
+        loader.__class__ = LateLoader
+        return loader
+
+    SplitLoaders.train_loader = late  # type: ignore[method-assign]
 
 
 def in_a_fork(rank: int, size: int, port: int, settings: dict[str, Any]) -> int:
