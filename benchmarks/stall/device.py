@@ -34,18 +34,20 @@ class Device(Clock):
         pause: Seconds from the end of a kernel to the start of the next one in a full queue.
         depth: Kernels that the queue holds.
         mark_seconds: Host seconds of a mark, with the meter's Python.
+        is_exact: No noise, no drift, no latency, and `passed` knows it at once.
     """
 
     def __init__(
         self,
-        seed: int,
+        seed: int = 0,
         *,
         launch: float,
         pause: float = 1e-6,
         depth: int = 1024,
         mark_seconds: float = 13e-6,
+        is_exact: bool = False,
     ) -> None:
-        noise = np.random.default_rng(seed).uniform(-0.1, 0.1, _NOISE)
+        noise = np.random.default_rng(seed).uniform(-0.1, 0.1, _NOISE) * (not is_exact)
         self._pool, self._pauses = 1 + noise, pause * (1 + 3 * noise)
         self._dice = random.Random(seed)
         self.launch, self.pause, self.depth, self.mark_seconds = launch, pause, depth, mark_seconds
@@ -57,10 +59,21 @@ class Device(Clock):
         self.records: Records | None = None
         self.trace_seconds = 0.0
         self._waited = False
-        self._drift = 1 + self._dice.gauss(0, 2e-5)
+        self._drift = 1 + self._dice.gauss(0, 2e-5) * (not is_exact)
+        self._latency, self._lag = (0.0, 0.0) if is_exact else (LATENCY, LAG)
         self.faults: TracerFaults | None = None
         """Of the tracer; None without one."""
+        self.traces = 0
         self._seed = seed
+
+    @property
+    def lost(self) -> float:
+        """Idle seconds so far."""
+        return sum(self.idle.values())
+
+    def kernels(self, count: int, seconds: float) -> None:
+        """Queue equal kernels."""
+        self.work(np.full(count, seconds), np.ones(count))
 
     def work(self, durations: Array, launches: Array) -> None:
         """Queue kernels: seconds on the device, and multiples of `launch` on the host."""
@@ -91,7 +104,7 @@ class Device(Clock):
         ends = durations + pauses
         np.add.accumulate(ends, out=ends)
         total = ends[-1]
-        starts = queued + LATENCY
+        starts = queued + self._latency
         starts -= ends
         starts += durations
         first = starts[0] + pauses[0]
@@ -117,7 +130,7 @@ class Device(Clock):
 
     def copy(self, seconds: float) -> None:
         """Copy a batch on another stream. The compute stream waits for the copy."""
-        self.copied = max(self.copied, self.host + LATENCY) + seconds
+        self.copied = max(self.copied, self.host + self._latency) + seconds
         self.hold(self.copied - seconds, self.copied, "copy")
 
     def hold(self, start: float, end: float, cause: str) -> None:
@@ -136,14 +149,14 @@ class Device(Clock):
     def wait(self) -> None:
         """The host waits for the device."""
         began = self.host
-        self.host = max(self.host, self.free) + LATENCY
+        self.host = max(self.host, self.free) + self._latency
         self._waited = self.free > began
         if self.records is not None:
             self.records.waits.append((began, self.host))
 
     def border(self) -> float:
         """Return when the device will reach what is queued now, at no cost."""
-        moment = max(self.free, self.host + LATENCY)
+        moment = max(self.free, self.host + self._latency)
         if moment > self.free:
             self._lose(moment - self.free, "wait" if self._inside_wait() else self.cause)
         self.free, self._waited = moment, self._waited and moment <= self.free
@@ -171,7 +184,7 @@ class Device(Clock):
 
     def passed(self, mark: float) -> bool:
         """Return whether the device has passed a mark, as the host sees it."""
-        return mark + LAG <= self.host
+        return mark + self._lag <= self.host
 
     def seconds(self, earlier: float, later: float) -> float:
         """Return device seconds between two marks: 32-bit milliseconds, as of CUDA events."""
@@ -192,7 +205,7 @@ class Records:
     borders: list[tuple[float, float]] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class TracerFaults:
     """How a tracer disturbs and forgets."""
 
@@ -209,6 +222,14 @@ class TracerFaults:
     pause: float | None = None
     """What the measured pause is taken for; None: it is measured."""
     has_graphs: bool = False
+    lost_borders: tuple[int, ...] | None = None
+    """Borders that every trace loses. None: as large a share as of the kernels."""
+    stretch: float = 1.0
+    """Speed of the tracer's clock."""
+    why_not: str | None = None
+    """Why no trace can be taken now."""
+    error: Exception | None = None
+    """What a start raises."""
 
 
 class SimulatedTracer:
@@ -226,11 +247,14 @@ class SimulatedTracer:
         self._pause = device.pause - self._longer + self._dice.gauss(0, faults.pause_error)
 
     def why_not(self) -> str | None:
-        """Return None: a trace is always possible."""
-        return None
+        """Return why no trace can be taken now; None if one can."""
+        return self._faults.why_not
 
     def start(self) -> None:
         """Start a trace: the queue is drained."""
+        if self._faults.error is not None:
+            raise self._faults.error
+        self._device.traces += 1
         self._drain()
         self._device.slower_launch, self._device.records = self._slower, Records()
 
@@ -270,7 +294,10 @@ class SimulatedTracer:
         kept = keep.mean()
         keep[: min(self._dice.choice([0, 0, 3, 30]), len(keep) // 10)] = False
         borders = np.array(records.borders)
-        borders[self._rng.random(len(borders)) > kept] = np.nan
+        if faults.lost_borders is None:
+            borders[self._rng.random(len(borders)) > kept] = np.nan
+        else:
+            borders[[*faults.lost_borders]] = np.nan
         return Trace(
             borders=self._clock(borders),
             kernels=self._clock(kernels[keep]),
@@ -283,4 +310,4 @@ class SimulatedTracer:
         )
 
     def _clock(self, seconds: Array) -> Array:
-        return (seconds + self._offset) * self._rate
+        return (seconds + self._offset) * self._rate * self._faults.stretch

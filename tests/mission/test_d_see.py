@@ -16,9 +16,9 @@ import psutil
 import pytest
 from support import named_cuda
 from support.commands import call
-from support.stall_device import SimulatedDevice
 from support.training import PAUSE_SECONDS
 
+from benchmarks.stall.device import Device, TracerFaults
 from tokenfeed import Packed, Padded, ShardLoader, StallMeter
 from tokenfeed.tools import report, train
 from tokenfeed.trainer.stall.watchers import CoreWait
@@ -69,7 +69,7 @@ class Tracker(types.ModuleType):
 
 # ---------- m22 ----------
 def late_batches(
-    shards: Path, batching: Padded | Packed, meter: StallMeter | None, device: SimulatedDevice
+    shards: Path, batching: Padded | Packed, meter: StallMeter | None, device: Device
 ) -> None:
     """Train on a simulated device whose batches come late: 8 ms of the host for each, and up to 6
     ms of the device, by slots."""
@@ -77,7 +77,7 @@ def late_batches(
         batches = iter(loader)
         for step in range(400):
             if step == 5:  # the warm-up of the meter
-                device.began = device.done, device.idle  # type: ignore[attr-defined]
+                device.began = device.free, device.lost  # type: ignore[attr-defined]
             if meter:
                 with meter.cause("data"):
                     batch = next(batches)
@@ -85,7 +85,7 @@ def late_batches(
             else:
                 batch = next(batches)
                 device.host += 8e-3
-            device.work(60, 1e-4 * batch.num_slots / 128)
+            device.kernels(60, 1e-4 * batch.num_slots / 128)
             if meter:
                 meter.step(batch.num_tokens, batch.num_slots)
 
@@ -94,10 +94,11 @@ def late_batches(
 def test_m22_stall_by_cause_with_error_bar_and_advice(
     task: str, batching: Padded | Packed, every_task: Path, tmp_path: Path
 ) -> None:
-    alone, metered = SimulatedDevice(), SimulatedDevice()
+    alone, metered = Device(launch=8e-6), Device(launch=8e-6)
+    metered.faults = TracerFaults(usual_seconds=1.0)
     late_batches(every_task / task, batching, None, alone)
     done, idle = alone.began  # type: ignore[attr-defined]
-    truth = (alone.idle - idle) / (alone.done - done)
+    truth = (alone.lost - idle) / (alone.free - done)
     meter = StallMeter(clock=metered)
     late_batches(every_task / task, batching, meter, metered)
     metered.wait()

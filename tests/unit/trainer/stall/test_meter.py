@@ -19,111 +19,62 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.simulated_clocks import SimulatedClock
-from support.stall_device import CudaOfDevices, Host, SimulatedDevice, SimulatedTracer
+from support.stall_device import CudaOfDevices
 from torch.utils.data import DataLoader
 
+from benchmarks.stall.device import Device, TracerFaults
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReading, StallReport
+from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReport
 from tokenfeed.trainer.stall.causes import Cause
 from tokenfeed.trainer.stall.meter import peak_tflops
 
 
-def exact(**changes: Any) -> SimulatedDevice:
-    """A device without noise, latency and tracer."""
-    plain = {"noise": 0.0, "latency": 0.0, "launch": 0.0, "drift": 0.0, "traced": False}
-    return SimulatedDevice(**plain | changes)
+def exact() -> Device:
+    """A device without noise, latency, pauses and tracer."""
+    return Device(launch=0.0, pause=0.0, mark_seconds=2e-6, is_exact=True)
 
 
-def meter_of(device: SimulatedDevice, skipped_steps: int = 0) -> StallMeter:
+def meter_of(device: Device, skipped_steps: int = 0) -> StallMeter:
     return StallMeter(clock=device, skipped_steps=skipped_steps)
 
 
-def simulate(
-    *, steps: int = 20, data: float, kernels: float, log: float = 0.0, warmup_steps: int = 0
-) -> tuple[SimulatedDevice, StallReading]:
-    device = exact()
-    meter = meter_of(device, warmup_steps)
-    for _ in range(steps):
-        with meter.cause("data"):
-            device.host += data
-        device.launch(kernels)
-        meter.step(100)
-        if log:
-            with meter.cause("log"):
-                device.wait()
-                device.host += log
-    device.wait()
-    return device, meter.read()
-
-
-def test_a_loader_faster_than_the_device_is_no_stall_however_long_the_host_waits() -> None:
-    _, reading = simulate(steps=50, data=0.09, kernels=0.1)
-    assert reading.cause_seconds["data"] == pytest.approx(
-        0.09, rel=1e-3
-    )  # the first found it empty
-    _, steady = simulate(steps=50, data=0.09, kernels=0.1, warmup_steps=1)
-    assert steady.fraction == pytest.approx(0.0, abs=1e-6)
-
-
-def test_a_loader_slower_than_the_device_is_charged_exactly_the_idle_time() -> None:
-    device, reading = simulate(data=0.15, kernels=0.1)
-    assert reading.cause_seconds["data"] == pytest.approx(device.idle, rel=1e-3)
-    _, steady = simulate(data=0.15, kernels=0.1, warmup_steps=1)
-    assert steady.fraction == pytest.approx(1 / 3, abs=1e-3)
-
-
-def test_warmup_steps_are_left_out() -> None:
-    device = exact()
-    meter = meter_of(device, 1)
-    for data in (100.0, 1.0, 1.0):
-        with meter.cause("data"):
-            device.host += data
-        device.launch(1.0)
+@pytest.mark.parametrize(("data", "stall"), [(0.09, 0.0), (0.15, 1 / 3)])
+def test_time_of_a_loader_is_stall_as_far_as_the_device_idles(data: float, stall: float) -> None:
+    """The first step finds the device empty, the others only if the loader is slower."""
+    for skipped in (0, 1):
+        device = exact()
+        meter = meter_of(device, skipped)
+        for _ in range(50):
+            with meter.cause("data"):
+                device.host += data
+            device.kernels(1, 0.1)
+            meter.step(7)
+        assert meter.read().steps < 50, "reading does not wait for the device"
         device.wait()
-        meter.step(7)
-    reading = meter.read()
-    assert (reading.steps, reading.tokens) == (2, 14)
-    assert reading.seconds == pytest.approx(4.0, rel=1e-3)
-    assert reading.fraction == pytest.approx(0.5, rel=1e-3)
-    assert reading.tokens_per_s == pytest.approx(3.5, rel=1e-3)
+        reading = meter.read()
+        assert (reading.steps, reading.tokens) == (50 - skipped, 7 * (50 - skipped))
+        idle = device.lost - skipped * data
+        assert reading.cause_seconds["data"] == pytest.approx(idle, rel=1e-3, abs=1e-3)
+    assert reading.fraction == pytest.approx(stall, abs=1e-3)
+    assert reading.tokens_per_s == pytest.approx(7 / max(data, 0.1), rel=1e-3)
 
 
-def test_reading_and_reporting_never_wait_for_the_device() -> None:
+def test_of_nested_brackets_the_inner_one_counts_and_an_error_closes_both() -> None:
     device = exact()
     meter = meter_of(device)
-    device.launch(5.0)
-    meter.step(1)
-    before = device.host
-    assert meter.read().steps == 0
-    assert meter.report().stall is None
-    assert device.host == before
-    device.wait()
-    assert meter.read().steps == 1
-
-
-def test_a_bracket_that_ends_in_an_error_is_still_closed() -> None:
-    device = exact()
-    meter = meter_of(device)
-    with contextlib.suppress(RuntimeError), meter.cause("checkpoint"):
-        device.host += 3.0
-        raise RuntimeError
-    meter.step(1)
-    device.wait()
-    assert meter.read().cause_seconds["checkpoint"] == pytest.approx(3.0, rel=1e-3)
-
-
-def test_of_nested_brackets_the_inner_one_counts() -> None:
-    device = exact()
-    meter = meter_of(device)
-    with meter.cause("evaluation"):
+    with contextlib.suppress(RuntimeError), meter.cause("evaluation"):
         device.host += 1.0
         with meter.cause("log"):
             device.host += 2.0
         device.host += 3.0
+        with meter.cause("checkpoint"):
+            device.host += 4.0
+            raise RuntimeError
     meter.step(1)
     device.wait()
     seconds = meter.read().cause_seconds
-    assert (seconds["evaluation"], seconds["log"]) == pytest.approx((4.0, 2.0), rel=1e-3)
+    found = [seconds[cause] for cause in ("evaluation", "log", "checkpoint", "other")]
+    assert found == pytest.approx([4.0, 2.0, 4.0, 0.0], rel=1e-3)
 
 
 durations = st.floats(0.0, 2.0)
@@ -135,19 +86,19 @@ def test_causes_sum_to_the_total_and_to_no_more_than_wall_and_true_idle(
 ) -> None:
     device = exact()
     meter = meter_of(device)
-    began = device.done
+    began = device.free
     for cause, host_seconds, kernel_seconds, sync in steps:
         with meter.cause(cause):
             if sync:
                 device.wait()
             device.host += host_seconds
-        device.launch(kernel_seconds)
+        device.kernels(1, kernel_seconds)
         meter.step(1)
     device.wait()
     reading = meter.read()
     assert reading.steps == len(steps)
-    assert reading.seconds == pytest.approx(device.done - began, abs=1e-4)
-    assert sum(reading.cause_seconds.values()) == pytest.approx(device.idle, abs=1e-3)
+    assert reading.seconds == pytest.approx(device.free - began, abs=1e-4)
+    assert sum(reading.cause_seconds.values()) == pytest.approx(device.lost, abs=1e-3)
     assert reading.fraction == pytest.approx(sum(reading.cause_fractions.values()))
     assert 0.0 <= reading.fraction <= 1.0 + 1e-6
 
@@ -155,13 +106,13 @@ def test_causes_sum_to_the_total_and_to_no_more_than_wall_and_true_idle(
 def test_the_difference_of_two_readings_is_the_time_between_them() -> None:
     device = exact()
     meter = meter_of(device)
-    device.launch(1.0)
+    device.kernels(1, 1.0)
     device.wait()
     meter.step(10)
     first = meter.read()
     with meter.cause("evaluation"):
         device.host += 3.0
-    device.launch(1.0)
+    device.kernels(1, 1.0)
     device.wait()
     meter.step(30)
     window = meter.read().since(first)
@@ -252,79 +203,32 @@ def test_a_meter_that_nothing_refers_to_no_longer_watches() -> None:
     assert gc.callbacks == before
 
 
-def idle_of_loop(
-    device: SimulatedDevice,
-    meter: StallMeter | None,
-    *,
-    steps: int = 400,
-    order: str = "first",
-    kernels: int = 300,
-    kernel_seconds: float = 20e-6,
-    data: float = 1e-3,
-    waits: bool = False,
-) -> float:
-    """Train, and return the true share of idle time after five steps."""
+def traced(**faults: Any) -> Device:
+    """A device of a slow host, with a tracer that has these faults."""
+    device = Device(launch=25e-6)
+    device.faults = TracerFaults(usual_seconds=1.0, **faults)
+    return device
 
-    def fetch() -> None:
-        with meter.cause("data") if meter and order != "never" else contextlib.nullcontext():
+
+def train(device: Device, meter: StallMeter, steps: int, data: float = 1e-3) -> None:
+    """Train steps of 300 kernels of 20 µs. Random loops with a known truth are in `test_idle`."""
+    for _ in range(steps):
+        with meter.cause("data"):
             device.host += data
-
-    begun = device.done, device.idle
-    for step in range(steps):
-        device.random.seed(step)
-        if step == 5:
-            begun = device.done, device.idle
-        if order != "last":
-            fetch()
-        device.work(kernels // 2, kernel_seconds)
-        if waits:
-            device.wait()
-            device.host += 1e-3
-        device.work(kernels // 2, kernel_seconds)
-        if order == "last":
-            fetch()
-        if meter:
-            meter.step(1000)
-    return (device.idle - begun[1]) / (device.done - begun[0])
-
-
-def report_of(device: SimulatedDevice, **loop: Any) -> StallReport:
-    meter = StallMeter(clock=device)
-    idle_of_loop(device, meter, **loop)
+        device.kernels(300, 20e-6)
+        meter.step(1000)
     device.wait()
+
+
+def report_of(device: Device, steps: int) -> StallReport:
+    meter = StallMeter(clock=device)
+    train(device, meter, steps)
     meter.close()
     return meter.report()
 
 
-@pytest.mark.parametrize("order", ["first", "last", "never"])
-@pytest.mark.parametrize("launch", [6e-6, 15e-6, 25e-6])
-@pytest.mark.parametrize("waits", [False, True])
-def test_stall_of_any_order_of_a_loop_is_within_its_interval(
-    order: str, launch: float, waits: bool
-) -> None:
-    loop = {"order": order, "waits": waits}
-    true = idle_of_loop(SimulatedDevice(launch=launch), None, **loop)
-    report = report_of(SimulatedDevice(launch=launch, meter_seconds=11e-6), **loop)
-    assert report.unmeasured is None
-    assert report.interval is not None
-    low, high = report.interval
-    assert low - 0.001 <= true <= high + 0.001
-    assert high - low < 0.06
-    assert report.stall == pytest.approx(true, abs=0.01)
-    assert report.stall == pytest.approx(sum(part.fraction for part in report.causes.values()))
-
-
-def test_late_launches_and_waits_are_told_apart() -> None:
-    late = report_of(SimulatedDevice(launch=25e-6), order="never").causes
-    assert late["launch"].fraction > 0.15
-    assert late["wait"].fraction < 0.01
-    waiting = report_of(SimulatedDevice(launch=6e-6), order="never", waits=True).causes
-    assert waiting["wait"].fraction > 0.1
-    assert waiting["launch"].fraction < 0.02
-
-
 def test_without_a_tracer_the_gaps_are_the_figure_and_there_is_no_interval() -> None:
-    report = report_of(SimulatedDevice(launch=25e-6, traced=False))
+    report = report_of(Device(launch=25e-6), steps=100)
     assert report.unmeasured == "the device has no tracer"
     assert report.interval is None
     assert report.causes["launch"].fraction == 0.0
@@ -334,69 +238,48 @@ def test_without_a_tracer_the_gaps_are_the_figure_and_there_is_no_interval() -> 
 
 
 def test_of_a_device_that_a_host_is_always_ahead_of_no_trace_is_needed() -> None:
-    device = SimulatedDevice(launch=5e-6)
+    device = Device(launch=5e-6)
+    device.faults = TracerFaults(usual_seconds=1.0)
     report = report_of(device, steps=12)
-    assert device.own_tracer is not None
-    assert device.own_tracer.traces == 0
+    assert device.traces == 0
     assert report.at_most == pytest.approx(0.0, abs=1e-3)
 
 
-def fails(tracer: SimulatedTracer) -> None:
-    tracer.error = RuntimeError("CUPTI_ERROR_NOT_INITIALIZED")
-
-
-def loses(tracer: SimulatedTracer) -> None:
-    tracer.lost_share = 0.2
-
-
-def loses_borders(tracer: SimulatedTracer) -> None:
-    tracer.lost_borders = {5, 9}
-
-
-def has_another_clock(tracer: SimulatedTracer) -> None:
-    tracer.stretch = 1.03
-
-
-def loses_all(tracer: SimulatedTracer) -> None:
-    tracer.lost_share = 1.0
-
-
 @pytest.mark.parametrize(
-    ("fault", "reason"),
+    ("faults", "reason"),
     [
-        (fails, "the tracer failed: CUPTI_ERROR_NOT_INITIALIZED"),
-        (loses, r"3 traces in a row were void: the tracer loses \d\d% of the kernels"),
-        (loses_borders, "3 traces in a row were void: borders are missing"),
-        (has_another_clock, "3 traces in a row were void: steps take longer or shorter"),
-        (loses_all, "3 traces in a row were void: the traces contain no kernels"),
+        (
+            {"error": RuntimeError("CUPTI_ERROR_NOT_INITIALIZED")},
+            "the tracer failed: CUPTI_ERROR_NOT_INITIALIZED",
+        ),
+        (
+            {"loss": 0.2, "lost_borders": ()},
+            r"3 traces in a row were void: the tracer loses \d\d% of the kernels",
+        ),
+        ({"lost_borders": (5, 9)}, "3 traces in a row were void: borders are missing"),
+        ({"stretch": 1.03}, "3 traces in a row were void: steps take longer or shorter"),
     ],
 )
 def test_tracer_that_is_not_to_be_trusted_is_not_used_and_the_report_says_why(
-    fault: Callable[[SimulatedTracer], None], reason: str
+    faults: dict[str, Any], reason: str
 ) -> None:
-    device = SimulatedDevice(launch=25e-6)
-    assert device.own_tracer is not None
-    fault(device.own_tracer)
+    device = traced(**faults)
     report = report_of(device, steps=600)
     assert report.unmeasured is not None
     assert re.search(reason, report.unmeasured)
     assert report.interval is None
-    assert device.own_tracer.traces <= 3
+    assert device.traces <= 3
 
 
 def test_tracer_that_is_taken_by_the_program_is_used_once_it_is_free() -> None:
-    device = SimulatedDevice(launch=25e-6)
-    tracer = device.own_tracer
-    assert tracer is not None
-    tracer.why = "a profiler of the program is on"
+    why = "a profiler of the program is on"
+    device = traced(why_not=why)
+    assert device.faults is not None
     meter = StallMeter(clock=device)
-    idle_of_loop(device, meter, steps=150)
-    device.wait()
-    assert meter.report().unmeasured == "a profiler of the program is on"
-    assert tracer.traces == 0
-    tracer.why = None
-    idle_of_loop(device, meter, steps=150)
-    device.wait()
+    train(device, meter, 150)
+    assert (meter.report().unmeasured, device.traces) == (why, 0)
+    device.faults.why_not = None
+    train(device, meter, 150)
     assert meter.report().unmeasured is None
     meter.close()
 
@@ -407,8 +290,8 @@ def test_copy_that_a_batch_waits_for_is_told_apart_from_a_late_batch() -> None:
     for _ in range(20):
         with meter.cause("data"):
             device.host += 0.01
-            device.compute_waits(device.host + 0.03)  # an event of the stream that copies
-        device.launch(0.1)
+            device.copy(0.03)
+        device.kernels(1, 0.1)
         device.wait()
         meter.step(1)
     seconds = meter.read().cause_seconds
@@ -508,10 +391,10 @@ def state_of_process() -> list[Any]:
 def test_process_after_a_meter_is_as_before(device: str, ends: str, clock: SimulatedClock) -> None:
     gc.collect()
     before = state_of_process()
-    simulated = SimulatedDevice() if device == "simulated" else None
+    simulated = traced() if device == "simulated" else None
     meter = StallMeter("cpu", clock=simulated)
     if simulated is not None:
-        idle_of_loop(simulated, meter, steps=40)
+        train(simulated, meter, 40)
     loop_on_cpu(clock, meter, 5, module=True)
     during = state_of_process()
     changed = [place for place, (a, b) in enumerate(zip(before, during, strict=True)) if a != b]
@@ -570,7 +453,7 @@ def test_collection_during_compilation_leaves_later_work_uncharged() -> None:
     meter.step(1)
     compiled(torch.ones(2))
     for _ in range(20):
-        device.launch(0.1)
+        device.kernels(1, 0.1)
         meter.step(1)
     device.wait()
     report = meter.report()
@@ -579,65 +462,32 @@ def test_collection_during_compilation_leaves_later_work_uncharged() -> None:
     assert report.causes["recompilation"].seconds < 0.05
 
 
-class TwoGpus:
-    """A loop that keeps cuda:1 waiting for its launches, while cuda:0 is the current device."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        host = Host()
-        self.devices = [
-            SimulatedDevice(on=host, launch=9e-6, meter_seconds=11e-6) for _ in range(2)
-        ]
-        self.cuda = CudaOfDevices(monkeypatch, self.devices)
-
-    def train(self, steps: int, meter: StallMeter | None = None) -> None:
-        device = self.devices[1]
-        for _ in range(steps):
-            with meter.cause("data") if meter else contextlib.nullcontext():
-                device.host += 50e-6
-            device.work(60, 5e-6)
-            if meter:
-                meter.step(1)
-        device.wait()
-
-
-def test_meter_on_second_gpu_measures_that_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = TwoGpus(monkeypatch)
+def test_meter_marks_its_gpu_while_another_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = [traced(), traced()]
+    cuda = CudaOfDevices(monkeypatch, devices)
     meter = StallMeter("cuda:1")
-    loop.train(100, meter)
-    report = meter.report()
-    meter.close()
-    device = loop.devices[1]
-    device.idle, begun = 0.0, device.done
-    loop.train(100)
-    true = device.idle / (device.done - begun)
-    assert report.interval is not None
-    assert report.interval[0] <= true <= report.interval[1]
-    assert report.stall == pytest.approx(true, abs=0.04), "marks take 6 % of these short steps"
-    assert report.causes["launch"].fraction > 0.3
-    assert loop.cuda.contexts == {1}, "a rank needs no context on the GPU of another"
-
-
-def test_meter_marks_one_gpu_while_another_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = TwoGpus(monkeypatch)
-    meter = StallMeter("cuda:1")
-    for _ in range(5):
-        loop.train(2, meter)
+    for _ in range(20):
+        train(devices[1], meter, 2)
         with torch.cuda.device(torch.device("cuda:0")):
-            loop.train(2, meter)
-    loop.cuda.capturing = 0
+            train(devices[1], meter, 2)
+    report = meter.report()
+    assert report.interval is not None
+    assert report.interval[0] <= report.stall <= report.interval[1]  # type: ignore[operator]
+    assert report.causes["launch"].fraction > 0.1
+    cuda.capturing = 0
     outer = meter.interrupt("garbage collection")
     assert outer is not None
     meter.leave(outer)
-    loop.cuda.capturing = 1
+    cuda.capturing = 1
     assert not meter.interrupt("garbage collection")
     meter.close()
-    assert loop.cuda.contexts == {1}
+    assert cuda.contexts == {1}, "a rank needs no context on the GPU of another"
 
 
 def test_report_counts_retries_and_allocations_since_the_first_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    device = SimulatedDevice(on=Host(), launch=9e-6)
+    device = Device(launch=9e-6)
     CudaOfDevices(monkeypatch, [device])
     counts = {"num_device_alloc": 40, "num_alloc_retries": 7}
     reserved = {"all": {"allocated": 0, "freed": 0}}
@@ -645,7 +495,7 @@ def test_report_counts_retries_and_allocations_since_the_first_step(
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda _: statistics | counts)
     meter = StallMeter("cuda:0", skipped_steps=1)
     for step in range(30):
-        device.work(60, 0.2e-3)
+        device.kernels(60, 0.2e-3)
         if step in (10, 20, 21):  # torch frees cached memory and tries again: the device stops
             counts["num_alloc_retries"] += 1
             counts["num_device_alloc"] += 2
@@ -712,7 +562,7 @@ def test_what_a_meter_cannot_take_is_refused_in_one_line_and_changes_nothing(
     with pytest.raises(ConfigError) as error:
         call(meter)
     assert str(error.value).startswith(said)
-    device.launch(0.1)
+    device.kernels(1, 0.1)
     meter.step(np.int64(3), slots=np.uint16(4))  # type: ignore[arg-type]
     device.wait()
     assert (meter.read().tokens, meter.read().slots) == (3, 4)

@@ -1,12 +1,11 @@
 """Several ranks in one report: who is late is known from what each has measured of itself."""
 
 import contextlib
-import random
 from pathlib import Path
 
 import pytest
-from support.stall_device import SimulatedDevice
 
+from benchmarks.stall.device import Device, TracerFaults
 from tokenfeed.trainer.report.page import RunData
 from tokenfeed.trainer.stall import StallMeter, StallReport
 from tokenfeed.trainer.stall.stall_report import slowest_line
@@ -18,9 +17,9 @@ DATA, KERNELS, KERNEL, EXCHANGE = 0.5e-3, 100, 100e-6, 0.3e-3
 class Ranks:
     """Loops on simulated devices, which add up their gradients in each step."""
 
-    def __init__(self, late: int, seed: int = 0) -> None:
+    def __init__(self, late: int) -> None:
         self.late = late
-        self.devices = [SimulatedDevice(seed + rank, traced=False) for rank in range(3)]
+        self.devices = [Device(rank, launch=8e-6) for rank in range(3)]
         self.meters = [StallMeter(clock=each, skipped_steps=WARMUP) for each in self.devices]
         for meter in self.meters:
             meter.close()  # the simulation has no garbage collection
@@ -28,18 +27,17 @@ class Ranks:
     def step(self, number: int, fault: str) -> None:
         outers = []
         for rank, (device, meter) in enumerate(zip(self.devices, self.meters, strict=True)):
-            device.random = random.Random(1_000 * number + rank)
             is_late = rank == self.late
             with meter.cause("data"):
                 device.host += 20e-3 if is_late and fault == "data" else DATA
-            device.work(KERNELS, KERNEL * (1.5 if is_late and fault == "work" else 1.0))
+            device.kernels(KERNELS, KERNEL * (1.5 if is_late and fault == "work" else 1.0))
             outers.append(meter.enter("communication"))
-        end = max(device.done for device in self.devices) + EXCHANGE
+        end = max(device.free for device in self.devices) + EXCHANGE
         behind = max(device.host for device in self.devices)
         for rank, (device, meter) in enumerate(zip(self.devices, self.meters, strict=True)):
-            device.compute_waits(end)
+            device.hold(end - EXCHANGE, end, "communication")
             meter.leave(outers[rank])
-            device.work(10, KERNEL)
+            device.kernels(10, KERNEL)
             meter.step(1000)
             device.host = max(device.host, behind)  # for what ranks told before
             if rank == self.late and fault == "log" and number % 5 == 0:
@@ -61,8 +59,8 @@ def seconds_a_step(fault: str) -> float:
     ranks, begun = Ranks(late=1), 0.0
     for number in range(1, WARMUP + STEPS + 1):
         ranks.step(number, fault)
-        begun = ranks.devices[0].done if number == WARMUP else begun
-    return (ranks.devices[0].done - begun) / STEPS
+        begun = ranks.devices[0].free if number == WARMUP else begun
+    return (ranks.devices[0].free - begun) / STEPS
 
 
 @pytest.mark.parametrize("fault", ["data", "work", "log"])
@@ -94,22 +92,23 @@ def test_of_simulated_devices_that_are_alike_none_is_called_late() -> None:
 def test_what_follows_a_meeting_of_the_ranks_is_work_and_what_follows_their_talk_is_not() -> None:
     """Ranks meet before the work of each step, and exchange what they have measured."""
 
-    def train(device: SimulatedDevice, meter: StallMeter | None) -> tuple[float, float]:
-        begun = device.done, device.idle
+    def train(device: Device, meter: StallMeter | None) -> tuple[float, float]:
+        begun = device.free, device.lost
         for step in range(WARMUP + 150):
             if step == WARMUP:
-                begun = device.done, device.idle
+                begun = device.free, device.lost
             with meter.cause("communication") if meter else contextlib.nullcontext():
-                device.launch(EXCHANGE)
-            device.work(KERNELS, 10e-6)
+                device.kernels(1, EXCHANGE)
+            device.kernels(KERNELS, 10e-6)
             if meter:
                 meter.step(1000)
                 meter.gather()
         device.wait()
-        return device.done - begun[0], device.idle - begun[1]
+        return device.free - begun[0], device.lost - begun[1]
 
-    seconds, idle = train(SimulatedDevice(launch=14e-6), None)
-    device = SimulatedDevice(launch=14e-6, meter_seconds=11e-6)
+    seconds, idle = train(Device(launch=18e-6, mark_seconds=0.0), None)
+    device = Device(launch=18e-6)
+    device.faults = TracerFaults(usual_seconds=0.5)
     meter = StallMeter(clock=device, skipped_steps=WARMUP)
     train(device, meter)
     report, met = meter.report(), 150 * EXCHANGE / seconds
@@ -120,7 +119,7 @@ def test_what_follows_a_meeting_of_the_ranks_is_work_and_what_follows_their_talk
 
 
 def test_a_loop_that_is_alone_in_the_end_keeps_what_ranks_told_before() -> None:
-    meter = StallMeter(clock=SimulatedDevice(), skipped_steps=0)
+    meter = StallMeter(clock=Device(launch=8e-6), skipped_steps=0)
     meter.gather(lambda numbers: [numbers, numbers])
     before = meter.report().ranks
     meter.gather()  # the group is gone
@@ -129,10 +128,10 @@ def test_a_loop_that_is_alone_in_the_end_keeps_what_ranks_told_before() -> None:
 
 
 def test_report_of_one_rank_names_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    device = SimulatedDevice()
+    device = Device(launch=8e-6)
     meter = StallMeter(clock=device, skipped_steps=0)
     monkeypatch.setattr("tokenfeed.trainer.stall.meter.own_place", lambda: (3, 8))
-    device.work(10, KERNEL)
+    device.kernels(10, KERNEL)
     meter.step(1)
     device.wait()
     report = meter.report()

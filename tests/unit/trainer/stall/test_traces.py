@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.stall_device import SimulatedDevice
 
+from benchmarks.stall.device import Device, TracerFaults
 from tokenfeed.trainer.stall import StallMeter, kineto
 from tokenfeed.trainer.stall.kineto import KinetoTracer, trace_of
 from tokenfeed.trainer.stall.traces import Schedule, Trace, read_segments
@@ -396,7 +396,8 @@ def test_find_waits_counts_lines_in_steps_that_are_not_measured(
     monkeypatch.setattr(kineto, "is_wait", lambda name: name == "aten::_local_scalar_dense")
     monkeypatch.setattr("tokenfeed.trainer.stall.waits.is_wait", kineto.is_wait)
     monkeypatch.setattr("tokenfeed.trainer.stall.waits.CALLS", "cpu_op")
-    device = SimulatedDevice()
+    device = Device(launch=8e-6)
+    device.faults = TracerFaults(usual_seconds=1.0)
     meter = StallMeter(clock=device, skipped_steps=1)
     total = torch.ones(())
     for step in range(8):
@@ -404,14 +405,14 @@ def test_find_waits_counts_lines_in_steps_that_are_not_measured(
             meter.find_waits(2)
         for _ in range(3):
             total.item()
-        device.work(10, 1e-4)
+        device.kernels(10, 1e-4)
         meter.step(1)
     device.wait()
     report = meter.report()
     meter.close()
     line = test_find_waits_counts_lines_in_steps_that_are_not_measured.__code__.co_firstlineno
     where, count = next(iter(report.events["waits"].items()))
-    assert where.endswith(f"test_traces.py:{line + 14}")
+    assert where.endswith(f"test_traces.py:{line + 15}")
     assert 2.5 <= count <= 3.0  # a loaded machine may show one of six waits at another call
     assert report.steps == 7
     assert not torch.autograd.profiler._is_profiler_enabled
@@ -420,9 +421,8 @@ def test_find_waits_counts_lines_in_steps_that_are_not_measured(
 def test_find_waits_beside_another_profiler_logs_why_not(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    device = SimulatedDevice()
-    assert device.own_tracer is not None
-    device.own_tracer.why = "a profiler of the program is on"
+    device, why = Device(launch=8e-6), "a profiler of the program is on"
+    device.faults = TracerFaults(usual_seconds=1.0, why_not=why)
     meter = StallMeter(clock=device)
     meter.find_waits()
     meter.close()
