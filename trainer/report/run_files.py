@@ -32,7 +32,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.placement import cores_per_rank
 from tokenfeed.pipeline.feeding.stats import RemoteStats
 from tokenfeed.pipeline.format.storage import atomic_write, held
-from tokenfeed.pipeline.text import count_of, facts
+from tokenfeed.pipeline.text import count_of
 from tokenfeed.trainer.config.run_config import (
     CHECKPOINTS_FOLDER,
     METRICS_FILE,
@@ -42,13 +42,7 @@ from tokenfeed.trainer.config.run_config import (
 )
 from tokenfeed.trainer.report.recommendations import STALL_CAUSES, Readings
 from tokenfeed.trainer.stall.reading import StepSeconds
-from tokenfeed.trainer.stall.stall_report import (
-    StallReport,
-    advice,
-    speed_parts,
-    stall_facts,
-    verdict_facts,
-)
+from tokenfeed.trainer.stall.stall_report import StallReport, speed_parts
 
 INTERVAL = "loss_interval"
 """The metric that is half of the 95 % interval of `loss`."""
@@ -205,9 +199,8 @@ class Report:
         if self.steps_per_s and self.rows_per_s and self.epoch_seconds:
             rates = f"{self.steps_per_s:,.3g} steps/s, {self.rows_per_s:,.3g} rows/s"
             speed.insert(1, f"{rates}, {duration(self.epoch_seconds)} an epoch")
-        return facts(
-            {
-                **verdict_facts(self.stall),
+        return self.stall.text(
+            before={
                 "model": f"{self.model}, {self.parameters / 1e6:.1f} M parameters{trained}, "
                 f"{self.precision} on {self.device}",
                 "trained": f"{count_of(self.steps, 'step')}{skipped}, "
@@ -222,14 +215,15 @@ class Report:
                 "memory": f"at most {self.peak_gpu_bytes / 1e9:.2f} GB of the GPU"
                 if self.peak_gpu_bytes
                 else "",
-                **stall_facts(self.stall),
                 "store": _store(self.remote),
-                "advice": "\n".join(filter(None, [advice(self.stall), *self.recommendations])),
+            },
+            more_advice=self.recommendations,
+            after={
                 "trace": f"{folder / self.trace}, for https://ui.perfetto.dev"
                 if self.trace
                 else "",
                 "report": f"{folder / ', '.join(files)}" if files else "",
-            }
+            },
         )
 
     def _batch(self) -> str:

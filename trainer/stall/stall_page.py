@@ -16,14 +16,15 @@ from tokenfeed.trainer.stall.stall_report import (
     StallReport,
     gain_words,
     headline,
+    inside_line,
     late_rank,
     main_of,
     not_measured,
+    run_line,
     share_of,
     short,
     shown_causes,
     slowest_line,
-    stall_facts,
     stall_share,
     waited_by,
 )
@@ -31,9 +32,6 @@ from tokenfeed.trainer.stall.stall_report import (
 if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
-
-_LINES = ("run", "inside")
-"""Facts that the page shows as sentences."""
 
 
 def render_page(
@@ -68,7 +66,7 @@ def render_page(
             report=report,
             stall=stall,
             cards=stall_cards(stall) if cards is None else cards,
-            facts={name: text for name, text in stall_facts(stall).items() if name in _LINES},
+            facts={"run": run_line(stall), "inside": inside_line(stall)},
             ranks=[rank for rank in stall.ranks if rank.steps],
             late=late_rank(stall),
             plots=[plot for plot in plots if plot.series],

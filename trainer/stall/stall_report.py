@@ -1,9 +1,10 @@
 """The report of a meter: report.json for programs, lines of text for people."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tokenfeed.pipeline.format.storage import atomic_write
@@ -166,8 +167,39 @@ class StallReport:
 
     def __str__(self) -> str:
         speed = ", ".join(speed_parts(self, self.padding)) or "no tokens were passed to `step`"
-        end = {"speed": speed, "device": f"{self.device}; {self.method}", "advice": advice(self)}
-        return facts(verdict_facts(self) | stall_facts(self) | end)
+        return self.text(after={"speed": speed, "device": f"{self.device}; {self.method}"})
+
+    def text(
+        self,
+        *,
+        before: Mapping[str, str] = MappingProxyType({}),
+        after: Mapping[str, str] = MappingProxyType({}),
+        more_advice: Sequence[str] = (),
+    ) -> str:
+        """Return the report as lines: verdict, reason and next step, then the figures and advice.
+
+        Args:
+            before: Further lines behind the next step, by name. Empty ones are left out.
+            after: Further lines at the end.
+            more_advice: Further lines of advice.
+        """
+        # The next step is a piece of advice too.
+        others = [each for each in self.advice if not self.next_step.startswith(each.change)]
+        advice = [f"{each.text} ({gain_words(each.gain)})" for each in others]
+        return facts(
+            {
+                "verdict": self.verdict,
+                "reason": self.reason,
+                "next": self.next_step,
+                **before,
+                "run": run_line(self),
+                "stall": "\n".join([headline(self), *cause_table(self)]),
+                "inside": inside_line(self),
+                "ranks": "\n".join(rank_table(self)),
+                "advice": "\n".join([*advice, *more_advice]),
+                **after,
+            }
+        )
 
     @property
     def step_seconds(self) -> float | None:
@@ -200,24 +232,12 @@ _MOST_RANKS = 8
 """Most ranks in the table of the text. The page has all."""
 
 
-def verdict_facts(report: StallReport) -> dict[str, str]:
-    """Return verdict, reason and next step."""
-    return {"verdict": report.verdict, "reason": report.reason, "next": report.next_step}
-
-
-def stall_facts(report: StallReport) -> dict[str, str]:
-    """Return the times of the run, the stall with a table of its causes, and a table of ranks."""
-    inside = ""
-    if report.unmeasured and report.steps:
-        inside = f"not measured: {report.unmeasured}"
-        if report.at_most is not None:
-            inside += f". With it, the stall is at most {report.at_most:.1%}"
-    return {
-        "run": run_line(report),
-        "stall": "\n".join([headline(report), *cause_table(report)]),
-        "inside": inside,
-        "ranks": "\n".join(rank_table(report)),
-    }
+def inside_line(report: StallReport) -> str:
+    """Return why the idle time inside the work is unknown; empty if it is known."""
+    if not report.unmeasured or not report.steps:
+        return ""
+    most = "" if report.at_most is None else f". With it, the stall is at most {report.at_most:.1%}"
+    return f"not measured: {report.unmeasured}{most}"
 
 
 def speed_parts(report: StallReport, padding: float | None) -> list[str]:
@@ -230,12 +250,6 @@ def speed_parts(report: StallReport, padding: float | None) -> list[str]:
     if report.mfu is not None:
         parts.append(f"MFU {report.mfu:.1%} ({report.mfu_formula})")
     return parts
-
-
-def advice(report: StallReport) -> str:
-    """Return one line for each piece of advice, without the one that is the next step."""
-    others = (piece for piece in report.advice if not report.next_step.startswith(piece.change))
-    return "\n".join(f"{piece.text} ({gain_words(piece.gain)})" for piece in others)
 
 
 def gain_words(gain: float | None) -> str:

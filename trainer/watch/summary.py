@@ -16,11 +16,8 @@ from tokenfeed.trainer.stall.causes import Cause
 from tokenfeed.trainer.stall.stall_report import (
     RunTimes,
     StallReport,
-    advice,
     gain_words,
     short,
-    stall_facts,
-    verdict_facts,
 )
 from tokenfeed.trainer.stall.verdict import conclude, workers_needed, workers_remedy
 from tokenfeed.trainer.stall.watchers import Loader
@@ -350,13 +347,10 @@ class Summary:
             skipped = "; --fail-above does not count them" * (self._fail_above is not None)
             return facts({"watch": f"{run.children} processes of mp.spawn were measured{skipped}"})
         if run.report is None:
-            text = {"verdict": "NOT MEASURED", "reason": run.unseen_words(self._has_torch)}
-            return facts(text | {"watch": run.fault and f"ended by {run.fault}"})
-        return facts(
-            {
-                **verdict_facts(run.report),
-                **stall_facts(run.report),
-                "advice": advice(run.report),
+            seen = {"verdict": "NOT MEASURED", "reason": run.unseen_words(self._has_torch)}
+            return facts(seen | {"watch": run.fault and f"ended by {run.fault}"})
+        text: str = run.report.text(
+            after={
                 "missing": run.missing_words(),
                 "steps": run.step_words(),
                 "lines": run.line_words(),
@@ -366,6 +360,7 @@ class Summary:
                 "page": str(self._page or ""),
             }
         )
+        return text
 
 
 _ABOVE = 3
