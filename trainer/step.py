@@ -195,8 +195,8 @@ def update(learner: Learner, step: int, loss: Tensor, targets: Tensor) -> Tensor
         targets: The number of targets.
     """
     set_learning_rate(learner.optimizer, learner.rate(step))
-    # NaN if the loss is not finite: by two kernels, where `isfinite` alone takes four.
-    correction = learner.divisor / targets.clamp(min=1) + loss * 0
+    # NaN if the loss is not finite: by one kernel, where `isfinite` alone takes four.
+    correction = torch.add(learner.divisor / targets.clamp(min=1), loss, alpha=0)
     clip_norm = learner.config.clip_norm
     return scale_and_clip(learner.optimizer, learner.precision, correction, clip_norm)
 

@@ -113,15 +113,6 @@ class World:
             if flat.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(flat.view_as(tensor))
 
-    def concatenate(self, share: Tensor) -> Tensor:
-        """Return the equally shaped tensors of all ranks as one, along the first dimension."""
-        if self.size == 1:
-            return share
-        whole = share.new_empty((self.size * len(share), *share.shape[1:]))
-        own = share.contiguous().view(torch.uint8)  # as bytes: gloo does not know bf16
-        dist.all_gather_into_tensor(whole.view(torch.uint8), own)
-        return whole
-
     def all_reduce_async(self, counts: list[int]) -> Callable[[], list[int]]:
         """Start to sum counts over ranks; return a function that waits, on the host, for the
         sums."""

@@ -12,14 +12,13 @@ and for `wsd` before its decay, the rates of the steps already trained are the s
 
 import math
 import re
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from tokenfeed.trainer.config.run_config import OptimizerName, ScheduleName
-from tokenfeed.trainer.distributed.world import World
-from tokenfeed.trainer.optim.muon import MuonAdamW, Sections
+from tokenfeed.trainer.optim.muon import MuonAdamW
 
 _HEAD_NAMES = {"head", "heads", "lm_head", "classifier", "score", "cls", "qa_outputs"}
 """Names of heads in this package and in transformers."""
@@ -38,7 +37,6 @@ def make_optimizer(
     model: nn.Module,
     name: OptimizerName,
     weight_decay: float,
-    world: World | None = None,
     *,
     betas: tuple[float, float] = (0.9, 0.95),
     epsilon: float = 1e-8,
@@ -67,8 +65,8 @@ def make_optimizer(
     adamw = torch.optim.AdamW(groups, betas=betas, eps=epsilon, fused=True)
     if not matrices:
         return adamw
-    world = world or World(torch.device("cpu"))
-    return MuonAdamW(matrices, adamw, weight_decay, world, compiled=compiled, dtype=dtype)
+    parts = {weight: sections.of for weight, sections in matrices.items()}
+    return MuonAdamW(parts, adamw, weight_decay, dtype, compiled)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -120,6 +118,18 @@ def learning_rate(
         left = 1 - math.sqrt(done / (of + 1))
     end = default if least is None else least / peak
     return peak * (end + (1 - end) * left)
+
+
+class Sections(NamedTuple):
+    """The matrices that a weight holds side by side."""
+
+    dim: int
+    sizes: tuple[int, ...]
+
+    def of(self, weight: Tensor) -> list[Tensor]:
+        """Return views of the sections, each with at least as many rows as columns."""
+        parts = torch.split(weight, list(self.sizes), self.dim)
+        return [part if part.shape[0] >= part.shape[1] else part.mT for part in parts]
 
 
 def hidden_matrices(model: nn.Module) -> dict[Tensor, Sections]:

@@ -51,6 +51,7 @@ class Precision:
         self._device = device
         self.dtype = _DTYPES[self.name]
         self._skips = torch.zeros(2, device=device)
+        self._skipped, self._in_a_row = self._skips.unbind()
         self._scale = torch.full((), _FIRST_SCALE, device=device)
         self._growth = torch.zeros((), dtype=torch.int32, device=device)
         allow_tf32(device)
@@ -108,8 +109,8 @@ class Precision:
             hopeless = skip * (~torch.as_tensor(scale).isfinite() | (self._scale < 1))
             settings = _GROWTH, _BACKOFF, _GROWTH_STEPS
             torch._amp_update_scale_(self._scale, self._growth, skip, *settings)  # pyright: ignore[reportPrivateImportUsage]
-        self._skips[0].add_(skip)  # `+=` would also copy the sum onto itself
-        self._skips[1].add_(hopeless).mul_(skip)
+        self._skipped.add_(skip)
+        self._in_a_row.add_(hopeless).mul_(skip)
 
 
 def tune_convolutions(model: nn.Module, *, repeats: bool) -> None:

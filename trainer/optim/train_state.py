@@ -108,7 +108,6 @@ class Learner:
             self.model,
             config.optimizer,
             config.weight_decay,
-            world,
             betas=(config.beta1, config.beta2),
             epsilon=config.epsilon,
             compiled=bool(config.compile),
