@@ -16,10 +16,9 @@ from support.delivery import MakeDataset, open_loader
 from support.simulated_clocks import SimulatedClock
 from torch.utils.data import DataLoader
 
-from tokenfeed import Fixed, Padded, StallMeter
+from tokenfeed import Padded, StallMeter
 from tokenfeed.integrations import steps as step_module
 from tokenfeed.integrations.dataloader import StatefulShardLoader
-from tokenfeed.integrations.stall import MeterOfEvents
 from tokenfeed.integrations.steps import Step, steps
 from tokenfeed.pipeline.errors import ConfigError
 
@@ -64,13 +63,6 @@ def test_the_gradient_of_a_step_is_that_of_its_targets_at_once(folder: Path) -> 
         joined = torch.cat(values(step))
         (joined.sum() / max(1, len(joined))).backward()
         torch.testing.assert_close(summed, weights.weight.grad, rtol=1e-6, atol=1e-9)
-
-
-def test_a_step_without_a_target_divides_by_one(make_dataset: MakeDataset) -> None:
-    loader = open_loader(
-        make_dataset(lengths=[1, 1, 1]), Fixed(1), num_workers=0, micro_batches_per_step=1
-    )
-    assert [step.divisor.item() for step in steps(loader)] == [1, 1, 1]
 
 
 class Ddp(torch.nn.Module):
@@ -144,12 +136,6 @@ def test_accelerate_neither_splits_nor_loses_batches(folder: Path, tmp_path: Pat
     assert ids_of(rest) == whole[4:]
 
 
-def test_steps_of_ranks_without_a_group_raises(folder: Path) -> None:
-    loader = open_loader(folder, Padded(24), num_workers=0, rank=0, world_size=2)
-    with pytest.raises(ConfigError, match=r"`world_size`=2 ranks, .* is not running"):
-        steps(loader)
-
-
 def test_steps_divides_by_ranks_of_its_group(folder: Path, tmp_path: Path) -> None:
     """One process stands for a data-parallel group of one beside others of a larger world."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -180,24 +166,3 @@ def test_steps_charge_the_sum_of_targets_to_the_meter_that_watches(
     report = meter.report()
     assert report.causes["communication"].seconds == pytest.approx(report.steps, rel=1e-3)
     assert report.causes["data"].seconds < 0.1
-
-
-def test_meter_of_events_that_fails_ends_no_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(meter: StallMeter) -> None:
-        raise RuntimeError("Connection closed by peer")
-
-    monkeypatch.setattr(StallMeter, "gather", refuse)
-    (tmp_path / "file").write_text("in the way")
-    meter = MeterOfEvents(skipped_steps=1)
-    meter.begin("cpu")
-    for _ in range(3):
-        meter.train()
-        meter.count(2, 8)
-        meter.step(3)
-    report = meter.end(tmp_path / "file")
-    assert report is not None
-    assert (report.steps, report.padding) == (2, 3 / 8)
-    assert "readings of other ranks are missing (Connection closed by peer)" in caplog.text
-    assert "the report cannot be written into" in caplog.text

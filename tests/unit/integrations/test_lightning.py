@@ -80,23 +80,6 @@ def module_of(data: Any, **settings: Any) -> Any:
     return ShardDataModule(data, **BATCHES | settings)
 
 
-@pytest.mark.parametrize("limit", [None, 2])
-def test_lightning_validation_sees_same_rows_each_time(
-    both_splits: Path, tmp_path: Path, limit: int | None
-) -> None:
-    """The sanity check takes two batches before, and leaves nothing to the first validation."""
-    model = new_model()
-    trainer(tmp_path, max_steps=30, val_check_interval=10, limit_val_batches=limit).fit(
-        model, module_of(both_splits, validation="validation")
-    )
-    sanity, *validations = model.validations
-    assert len(sanity) == 16
-    assert len(validations) == 3
-    expected = list(range(400)) if limit is None else sanity
-    assert [sorted(rows) for rows in validations] == [expected] * 3
-    assert all(rows[:16] == sanity for rows in validations)
-
-
 @pytest.mark.parametrize("kind", ["stages", "mixture"])
 def test_lightning_validation_reads_every_data_set_once(
     both_splits: Path, write_dataset: WriteDataset, tmp_path: Path, kind: str
@@ -124,12 +107,6 @@ def test_lightning_loads_loaders_anew_without_losing_rows(
     rows = np.concatenate(model.trained).reshape(3, -1)
     assert all(np.array_equal(np.unique(epoch), np.unique(rows)) for epoch in rows)
     assert rows.size == 3 * np.unique(rows).size
-
-
-def test_lightning_overfits_the_same_batches_each_epoch(both_splits: Path, tmp_path: Path) -> None:
-    model = new_model()
-    trainer(tmp_path, max_epochs=3, overfit_batches=2).fit(model, module_of(both_splits))
-    assert model.trained == model.trained[:2] * 3
 
 
 def test_reweighed_lightning_run_resumes_from_its_checkpoint(

@@ -110,15 +110,6 @@ def test_flash_attention_takes_packed_rows_by_document(
     compare_with_documents_alone(model, batch)
 
 
-@pytest.mark.parametrize("auto", ["CausalLM", "MaskedLM"])
-def test_flash_attention_check_accepts_documents_apart(
-    shards: Path, flash: FlashAttention, auto: str
-) -> None:
-    name = "Llama" if auto == "CausalLM" else "ModernBert"
-    check_documents_apart(model_of(name, auto, "flash_attention_2"), packed(shards))
-    assert "varlen" in flash.called
-
-
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_packed_batch_in_decoder_equals_each_document_alone(
@@ -170,11 +161,6 @@ def test_check_of_model_that_mixes_documents_raises(
     with pytest.raises(ConfigError, match=rf"{name}For\w+ mixes the documents of a packed row"):
         check_documents_apart(model.train(), packed(shards))
     assert model.training
-
-
-def test_check_takes_a_model_with_a_plain_dict(shards: Path) -> None:
-    model = model_of("Llama")
-    check_documents_apart(lambda **batch: dict(model(**batch)), packed(shards))
 
 
 def test_check_of_rows_with_one_document_raises(shards: Path) -> None:

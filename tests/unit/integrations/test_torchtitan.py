@@ -26,7 +26,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 from support.data_sets import MakeDataset, rows_of_ids, write_rows
 
-from tokenfeed.pipeline.errors import ConfigError, ResumeError
+from tokenfeed.pipeline.errors import ConfigError
 
 VOCABULARY = 60_000
 LENGTHS = [5, 1, 40, 16, 7, 2, 33, 15, 6, 100, 4, 9, 3] * 4
@@ -102,12 +102,6 @@ WHOLE = list(range(1, sum(LENGTHS) + 1))
 
 
 @pytest.mark.parametrize("whole_documents", [False, True])
-def test_batches_are_flat_and_full(opened: Open, whole_documents: bool) -> None:
-    batches = plain(opened(whole_documents=whole_documents), 20)
-    assert all(len(values) == BATCH for batch in batches for values in batch)
-
-
-@pytest.mark.parametrize("whole_documents", [False, True])
 def test_positions_and_labels_stay_inside_documents(opened: Open, whole_documents: bool) -> None:
     starts = {start + 1 for start in np.cumsum([0, *LENGTHS]).tolist()}
     if whole_documents:  # a longer document is cut into pieces
@@ -130,38 +124,6 @@ def test_labels_of_a_prompt_stay_masked(opened: Open, make_dataset: MakeDataset)
     assert 0 < len(learnt) < len(real(batches)) - 24
 
 
-def test_unshuffled_epochs_are_equal_and_seeds_are_orders(opened: Open) -> None:
-    once = plain(opened(repeat=False, shuffle=False))
-    assert plain(opened(shuffle=False), 2 * len(once)) == once * 2
-    assert plain(opened(seed=7), 3) != plain(opened(), 3) != once[:3]
-
-
-def test_mixture_delivers_shares_and_all_rows(opened: Open, tmp_path: Path) -> None:
-    large = write_counting(tmp_path / "large", [8] * 600)
-    small = write_counting(tmp_path / "small", [8] * 100, first=10_001)
-    delivered = real(plain(opened({str(large): 2.0, str(small): 1.0}, repeat=False)))
-    of_large = [id for id in delivered if id <= 10_000]
-    assert sorted(of_large) == list(range(1, 4801))
-    assert len(of_large) / len(delivered) == pytest.approx(2 / 3, abs=0.02)
-
-
-def test_validation_of_a_mixture_delivers_all_rows_once(opened: Open, tmp_path: Path) -> None:
-    split = "validation"
-    large = write_counting(tmp_path / "large", [8] * 60, split=split)
-    small = write_counting(tmp_path / "small", [8] * 10, first=10_001, split=split)
-    weights = {str(large): 1.0, str(small): 99.0}
-    delivered = real(plain(opened(weights, repeat=False, split=split)))
-    assert sorted(delivered) == [*range(1, 481), *range(10_001, 10_081)]
-
-
-def test_tail_of_the_data_is_delivered(opened: Open, tmp_path: Path) -> None:
-    """20 tokens in batches of 16: the second batch has 4 tokens and padding without labels."""
-    folder = write_counting(tmp_path / "tail", [20])
-    (first, _, _), (second, _, labels) = plain(opened(folder, batch=ROW, repeat=False))
-    assert sorted(first + second)[12:] == list(range(1, 21))
-    assert sum(label != IGNORED for label in labels) in (3, 15)
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("kind", ["concatenated", "whole documents", "mixture"])
 def test_restore_is_exact_on_each_rank(
@@ -179,12 +141,6 @@ def test_restore_is_exact_on_each_rank(
         again.load_state_dict({})
         dcp.load({"dataloader": again}, checkpoint_id=tmp_path / f"checkpoint{rank}")
         assert plain(again, 6) == expected
-
-
-def test_unknown_state_is_rejected(opened: Open) -> None:
-    loader = opened()
-    with pytest.raises(ResumeError, match="version"):
-        loader.load_state_dict(loader.state_dict() | {"version": 99})
 
 
 @pytest.mark.parametrize(("batch", "length"), [(40, 16), (0, 16), (40, 0), (40, -8)])

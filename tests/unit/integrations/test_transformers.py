@@ -79,18 +79,6 @@ def test_loaders_that_do_not_suit_trainer_are_refused(shards: Path, tmp_path: Pa
         trainer(tmp_path, None).train()  # type: ignore[arg-type]
 
 
-def test_trainer_predicts_the_rows_of_a_loader(shards: Path, tmp_path: Path) -> None:
-    validation = open_split(shards, "validation", epochs=1, shuffle=False)
-    found = trainer(tmp_path, None).predict(validation)  # type: ignore[arg-type]
-    labels = [batch["labels"] for batch in validation]
-    assert (found.label_ids != -100).sum() == sum(int((each != -100).sum()) for each in labels)
-
-
-def test_trainer_takes_packed_batches(shards: Path, tmp_path: Path) -> None:
-    ours = trainer(tmp_path, open_split(shards, batching=Packed(32, 2)))
-    assert ours.train().global_step == 12
-
-
 def test_trainer_refuses_models_that_mix_packed_documents(shards: Path, tmp_path: Path) -> None:
     ours = trainer(tmp_path, open_split(shards, batching=Packed(32, 2)))
     ours.model = transformers.AutoModelForCausalLM.from_config(config_of("Bloom"))
@@ -105,18 +93,6 @@ def test_resume_without_a_checkpoint_raises(shards: Path, tmp_path: Path) -> Non
         ours.train(resume_from_checkpoint=True)
     with pytest.raises(ResumeError, match=r"loader\.json: .* cannot be read"):
         ours.train(resume_from_checkpoint=str(tmp_path))
-
-
-def test_resume_from_latest_checkpoint_goes_on(shards: Path, tmp_path: Path) -> None:
-    loader = open_split(shards)
-    whole = trainer(tmp_path, loader)
-    whole.train()
-    again = trainer(tmp_path, open_split(shards))
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
-    assert again.train_dataset.state_dict() == loader.state_dict()
-    places = [[(log["step"], log["epoch"]) for log in x.state.log_history] for x in (whole, again)]
-    assert places[1] == places[0]
-    assert places[0][-1] == (12, 1.0)
 
 
 def test_resume_after_the_last_step_trains_nothing(shards: Path, tmp_path: Path) -> None:
@@ -168,14 +144,6 @@ def test_resumed_trainer_logs_the_epochs_of_a_loader_with_an_end(
     assert run(resume_from_checkpoint=str(tmp_path / "checkpoint-3")) == whole
 
 
-def test_trainer_does_not_set_the_epoch_of_a_loader(shards: Path, tmp_path: Path) -> None:
-    """After a resume, its count of passes is that of this process."""
-    loader = open_split(shards, epochs=1)
-    passes = trainer(tmp_path, loader).get_train_dataloader()
-    assert not hasattr(passes, "set_epoch")
-    assert len(passes) == len(loader) == len(list(passes))
-
-
 @pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
 def test_loader_on_another_device_than_trainer_is_refused(
     shards: Path, tmp_path: Path, name: str
@@ -204,16 +172,3 @@ def test_sum_of_targets_over_ranks_is_communication(
     causes = stall.report.causes
     assert causes["communication"].seconds == pytest.approx(stall.report.steps, rel=1e-3)
     assert causes["data"].seconds < 0.1
-
-
-def test_stall_callback_counts_tokens_of_a_second_training(shards: Path, tmp_path: Path) -> None:
-    stall = StallCallback(skipped_steps=1)
-    count = transformers.Trainer._get_num_items_in_batch
-    ours = trainer(tmp_path, open_split(shards), callbacks=[stall])
-    for kind in ("all", "non_padding"):
-        ours.args.include_num_input_tokens_seen = kind
-        ours.train()
-        assert stall.report is not None
-        assert stall.report.tokens > 0
-        assert bool(stall.report.padding) is (kind == "non_padding")
-    assert transformers.Trainer._get_num_items_in_batch is count

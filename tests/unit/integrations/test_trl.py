@@ -9,9 +9,8 @@ import transformers
 from support.hub_models import config_of, write_shards
 from tokenizers import Tokenizer, models
 
-from tokenfeed import Fixed, Packed, Padded, ShardLoader
+from tokenfeed import Packed, Padded, ShardLoader
 from tokenfeed.integrations.transformers import ShardTrainer
-from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.planning.policies import Batching
 
 pytest.importorskip("trl", exc_type=ImportError)
@@ -101,30 +100,3 @@ def test_sft_trainer_evaluates_and_resumes(shards: Path, tmp_path: Path) -> None
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert losses_of(again)[-3:] == losses_of(whole)[-3:]
     assert again.train_dataset.state_dict() == whole.train_dataset.state_dict()
-
-
-def test_sft_evaluation_is_the_mean_over_all_targets(shards: Path, tmp_path: Path) -> None:
-    """Before any training, as a Trainer has it. Batches have different numbers of targets."""
-    both = [
-        trainer(
-            kind,
-            tmp_path / kind.__name__,
-            loader_of(shards, Fixed(1)),
-            eval_dataset=loader_of(shards, Fixed(1), "validation"),
-        )
-        for kind in (ShardSFTTrainer, ShardTrainer)
-    ]
-    first, second = (each.evaluate()["eval_loss"] for each in both)
-    assert first == pytest.approx(second, rel=1e-5)
-
-
-@pytest.mark.parametrize("name", ["packing", "padding_free", "assistant_only_loss"])
-def test_preparation_by_trl_is_refused(shards: Path, tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=r"`batching=Packed\(...\)`"):
-        trainer(ShardSFTTrainer, tmp_path, loader_of(shards, Packed(32, 2)), args={name: True})
-
-
-def test_formatting_function_is_refused(shards: Path, tmp_path: Path) -> None:
-    loader = loader_of(shards, Packed(32, 2))
-    with pytest.raises(ConfigError, match="`formatting_func`: has no effect"):
-        trainer(ShardSFTTrainer, tmp_path, loader, formatting_func=str)

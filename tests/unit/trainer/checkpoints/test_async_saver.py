@@ -10,19 +10,14 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import CPU, assert_same, make_meta, make_state, names_in, open_saver
-from support.simulated_clocks import SimulatedClock
 from support.simulated_cuda import CUDA_1, SimulatedCuda, simulate
-from support.training import make_config, run, write_counting
-from torch import nn
+from support.training import make_config, write_counting
 
 from tokenfeed.trainer.checkpoints import async_saver
 from tokenfeed.trainer.checkpoints.async_saver import HostCopy, Saver
-from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints, part_of, with_prefix
-from tokenfeed.trainer.config.run_config import OptimizerName
+from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.loop.trainer import Trainer
-from tokenfeed.trainer.optim.optimizer import make_optimizer, set_learning_rate
-from tokenfeed.trainer.optim.train_state import make_moments, moments_of
 
 
 @pytest.fixture
@@ -62,16 +57,6 @@ def test_what_changes_after_a_save_has_its_old_value_on_disk(folder: Path, disk:
         saver.save(make_meta(2), {"weight": weight})
     for step, expected in ((1, torch.arange(1000.0)), (2, torch.zeros(1000))):
         assert torch.equal(Checkpoints(folder).open(step).read()["weight"], expected)
-
-
-def test_a_save_waits_for_the_one_before_only(folder: Path, disk: Disk) -> None:
-    with open_saver(folder) as saver:
-        saver.save(make_meta(1), make_state(1))  # the disk writes nothing yet
-        assert Checkpoints(folder).latest() is None
-        threading.Timer(0.3, disk.opened.set).start()
-        saver.save(make_meta(2), make_state(2))
-        assert disk.opened.is_set()
-        assert names_in(folder)[0] == "step-00000001"
 
 
 @pytest.mark.parametrize("tell", ["save", "wait", "check"])
@@ -154,43 +139,6 @@ def test_close_without_finish_waits_for_the_checkpoint(
     assert names_in(tmp_path / "checkpoints") == ["step-00000004"]
 
 
-def test_train_interrupted_while_a_disk_hangs_ends_at_once(
-    shards: Path, tmp_path: Path, disk: Disk
-) -> None:
-    def interrupt_after_save() -> bool:
-        if (tmp_path / "checkpoints").exists():
-            raise KeyboardInterrupt
-        return False
-
-    with pytest.raises(KeyboardInterrupt):
-        train(make_config(shards, tmp_path, save_every=4), interrupt_after_save)
-    assert not disk.opened.is_set()
-    assert names_in(tmp_path / "checkpoints") == ["step-00000004.tmp"]
-
-
-def test_a_slow_disk_delays_steps_by_what_the_report_says(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
-) -> None:
-    wait = Saver.wait
-
-    def slow(saver: Saver) -> None:
-        wait(saver)
-        clock.sleep(0.5)
-
-    monkeypatch.setattr(Saver, "wait", slow)
-    report = run(make_config(shards, tmp_path, steps=12, save_every=3, num_workers=0))
-    # Twice behind each of steps 6 and 9: the others are warm-up, or no step follows.
-    assert report.stall.causes["checkpoint"].seconds == pytest.approx(4 * 0.5, abs=0.01)
-
-
-def test_a_step_that_is_told_to_save_saves_and_the_run_goes_on(
-    shards: Path, tmp_path: Path
-) -> None:
-    steps = iter(range(1, 100))
-    train(make_config(shards, tmp_path, save_every=100), lambda: False, lambda: next(steps) == 3)
-    assert names_in(tmp_path / "checkpoints") == ["step-00000003", "step-00000008"]
-
-
 @pytest.mark.parametrize("failing", [None, 0, 1])
 def test_ranks_that_save_together_all_fail_or_make_one_checkpoint(
     failing: int | None, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -251,57 +199,6 @@ class Gathers:
             return values
 
         return gather
-
-
-class Reordered(nn.Module):
-    """Weights in another order of memory, as of convolutions, and one that nothing uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.turned = nn.Parameter(torch.rand(3, 5).t())
-        self.convolution = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
-        self.gain = nn.Parameter(torch.tensor(0.5))
-        self.unused = nn.Parameter(torch.rand(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.convolution(x).sum() * self.gain + (self.turned**2).sum()).view(1) ** 2
-
-
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_an_optimizer_goes_on_bit_for_bit_by_the_names_of_the_weights(
-    name: OptimizerName, folder: Path
-) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(Reordered(), nn.Linear(1, 4), nn.Linear(4, 4))
-    inputs = torch.rand(5, 1, 2, 6, 6)
-
-    def steps(optimizer: torch.optim.Optimizer, numbers: range) -> None:
-        for number in numbers:
-            set_learning_rate(optimizer, 1e-2 / (number + 1))
-            model(inputs[number]).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def weights() -> list[torch.Tensor]:
-        return [weight.detach().clone() for weight in model.parameters()]
-
-    optimizer = make_optimizer(model, name, 0.1)
-    steps(optimizer, range(2))
-    kept = weights()
-    with open_saver(folder) as saver:
-        saver.save(make_meta(1), with_prefix("optimizer.", moments_of(optimizer, model)))
-    steps(optimizer, range(2, 5))
-    expected = weights()
-
-    for weight, before in zip(model.parameters(), kept, strict=True):
-        weight.data.copy_(before)
-    fresh = make_optimizer(model, name, 0.1)
-    checkpoint = Checkpoints(folder).open()
-    make_moments(fresh, model, checkpoint)
-    state = checkpoint.read(with_prefix("optimizer.", moments_of(fresh, model)))
-    assert part_of(state, "optimizer.0.turned.").keys() == {"step", "exp_avg", "exp_avg_sq"}
-    steps(fresh, range(2, 5))
-    assert all(torch.equal(one, other) for one, other in zip(weights(), expected, strict=True))
 
 
 def copied(cuda: SimulatedCuda) -> None:

@@ -20,7 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import (
     assert_same,
-    best_of,
     make_meta,
     make_state,
     names_in,
@@ -60,15 +59,6 @@ def load(folder: Path, step: int | None = None) -> State:
 
 def step_of(folder: Path) -> int:
     return Checkpoints(folder).open().meta.step
-
-
-def test_what_was_saved_last_is_loaded(folder: Path) -> None:
-    for step in (9, 10):
-        save(folder, step)
-    checkpoint = Checkpoints(folder).open()
-    assert checkpoint.meta == make_meta(10)
-    state = checkpoint.read()
-    assert_same(state, make_state(10))
 
 
 @st.composite
@@ -160,14 +150,6 @@ def test_read_overwrites_live_tensors_in_place(folder: Path) -> None:
     assert torch.equal(state["model.b"], saved + 1)
 
 
-def test_read_of_a_prefix_reads_one_part(folder: Path) -> None:
-    save(folder, 1, {"model.a": torch.ones(2), "optimizer.m": torch.ones(2)})
-    moments = torch.zeros(2)
-    live = {"optimizer.m": moments}
-    assert Checkpoints(folder).open().read(live, prefix="model.").keys() == {"model.a"}
-    assert not moments.any()
-
-
 def test_open_rejects_unlisted_tensor_file(folder: Path) -> None:
     path = save(folder, 1)
     shutil.copy(path / "state-0.safetensors", path / "state-1.safetensors")
@@ -207,14 +189,6 @@ def test_the_latest_are_kept(folder: Path) -> None:
     assert names_in(folder) == ["step-00000004", "step-00000005", "step-00000006"]
     save(folder, 7, keep=1)
     assert names_in(folder) == ["step-00000007"]
-
-
-def test_the_best_is_kept_besides(folder: Path) -> None:
-    with open_saver(folder) as saver:
-        for step in (1, 2, 3, 4):
-            saver.save(make_meta(step, best=best_of(1)), make_state(step))
-    assert names_in(folder) == ["step-00000001", "step-00000003", "step-00000004"]
-    assert Checkpoints(folder).best() == best_of(1)
 
 
 def test_best_is_kept_if_its_loss_is_nan(folder: Path) -> None:

@@ -45,22 +45,6 @@ def whole(
     return run_dir
 
 
-def test_the_report_shows_the_tokens_of_each_data_set(whole: Path, sets: Path) -> None:
-    report = Report.of_run(whole)
-    assert report is not None
-    code, prose = str(sets / "code"), str(sets / "prose")
-    planned = {code: 375 + report.tokens - 1_500, prose: 1_125}
-    assert sum(report.delivered.values()) == report.tokens
-    # exact to a record batch, and each data set is one
-    sizes = [Manifest.read(sets / name).splits["train"] for name in ("code", "prose")]
-    assert {size.batches for size in sizes} == {1}
-    largest = max(size.tokens for size in sizes)
-    assert report.delivered == pytest.approx(planned, abs=largest)
-    page = (whole / "report.html").read_text()
-    assert "<h3>Stages of the data</h3>" in page
-    assert f"<td class=text>{prose}</td><td>{report.delivered[prose]:,}</td>" in page
-
-
 def test_stages_of_a_run_that_goes_on_with_moved_folders_count_each_token_once(
     whole: Path,
     mixing: tuple[StageSettings, ...],

@@ -150,19 +150,6 @@ def test_flash_attention_3_is_used_where_installed(hopper: Path) -> None:
     assert line().endswith("flash attention, version 3")
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype", "drops"),
-    [("cpu", torch.bfloat16, False), ("cuda", torch.float32, False), ("cuda", torch.half, True)],
-)
-def test_flash_attention_3_is_given_up_for_models_it_cannot_serve(
-    device: str, dtype: torch.dtype, drops: bool, hopper: Path
-) -> None:
-    (hopper / "flash_attn_interface.py").write_text("")
-    choose_flash_attention(CUDA, torch.bfloat16, drops=False)
-    choose_flash_attention(torch.device(device), dtype, drops=drops)
-    assert attention.current_flash_attention_impl() is None
-
-
 def test_damaged_flash_attention_3_falls_back_with_a_warning(
     hopper: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,7 +15,7 @@ from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.policies import Packed
-from tokenfeed.trainer.data.datasets import DataSets, read_manifest, shown
+from tokenfeed.trainer.data.datasets import DataSets, shown
 from tokenfeed.trainer.loop.evaluation import over_all
 
 
@@ -95,17 +95,6 @@ def test_one_manifest_for_all_has_what_an_epoch_reads(
     assert validation.rows == sum(each.split("validation").rows for each in both.manifests)
 
 
-def test_one_data_set_is_its_own_manifest(sets: Path) -> None:
-    path = str(sets / "code")
-    assert read_manifest(path) == read_manifest({path: 0.5}) == Manifest.read(path)
-
-
-def test_sets_are_called_by_their_last_part_unless_two_end_alike(tmp_path: Path) -> None:
-    paths = {"a/x": 1.0, "b/x": 1.0, "s3://bucket/y/": 1.0}
-    names = DataSets(paths, ()).names
-    assert names == {"a/x": "a/x", "b/x": "b/x", "s3://bucket/y/": "y"}
-
-
 def test_command_line_list_and_mapping_say_the_same(sets: Path, tmp_path: Path) -> None:
     shards = weights(sets, code=0.7, prose=0.3)
     words = [f"{path}={share}" for path, share in shards.items()]
@@ -162,15 +151,6 @@ def test_data_sets_that_do_not_fit_are_refused_in_one_line(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
-def test_defaults_and_plans_go_by_what_an_epoch_reads(sets: Path, tmp_path: Path) -> None:
-    shards = weights(sets, code=1, prose=1)
-    words = [f"{path}={share}" for path, share in shards.items()]
-    config = parsed("--shards", *words, "--epochs", 2, "--step-tokens", 2048)
-    tokens = read_manifest(shards).split("train").tokens
-    assert config.steps == -(-2 * tokens // 2048)
-
-
 @pytest.fixture
 def asked(sets: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The small files that are read of `memory://`, which has the data set `code`."""
@@ -188,13 +168,6 @@ def asked(sets: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def small_files(asked: list[str]) -> list[str]:
     return sorted(name for name in asked if not name.endswith(".arrow"))
-
-
-def test_a_run_reads_manifest_and_tokenizer_once_however_often_it_evaluates(
-    asked: list[str], tmp_path: Path
-) -> None:
-    run(make_config("memory://x", tmp_path, eval_every=2))
-    assert small_files(asked) == ["manifest.json", "tokenizer"]
 
 
 def test_each_run_reads_what_is_there(asked: list[str], tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from tokenfeed.trainer.data.datasets import make_policy
 from tokenfeed.trainer.data.recommended import (
     data_defaults,
     default_epochs,
-    gpu_default,
     schedule_defaults,
     steps_of_epochs,
     tuning_defaults,
@@ -87,29 +86,6 @@ def test_steps_are_those_of_epochs(manifest: Manifest, epochs: int, rows: int) -
     assert config.steps == epochs * math.ceil(manifest.split("train").rows / rows)
 
 
-@given(manifests())
-def test_of_a_small_set_the_epochs_are_some_and_of_a_large_one_few(manifest: Manifest) -> None:
-    epochs = default_epochs(manifest, AUTO)
-    assert epochs is not None
-    assert 3 <= epochs <= 10
-    train = manifest.split("train")
-    steps = epochs * math.ceil(train.rows / 32) if manifest.task != "complete" else math.inf
-    assert epochs == 3 or epochs * train.tokens <= 2_000_000 or steps <= 500
-
-
-def test_documents_on_a_gpu_are_read_once() -> None:
-    manifest = make_manifest("lm", 100, 10, 20)
-    assert default_epochs(manifest, AUTO, on_gpu=True) == 1
-    assert default_epochs(manifest, AUTO) is None
-
-
-@given(manifests())
-def test_a_run_evaluates_and_saves_alike_and_some_twenty_times(manifest: Manifest) -> None:
-    config = config_for(manifest)
-    assert config.eval_every == config.save_every <= 1000  # so that the best is one of the saved
-    assert config.steps < 20 or config.steps / config.eval_every > 10
-
-
 @given(
     manifests(("lm", "complete", "classify")),
     st.integers(1, 10**7),
@@ -139,23 +115,6 @@ def test_evaluations_take_a_twentieth_of_a_run(
         assert count <= 22 or config.eval_every == 1000
 
 
-@given(manifests(("lm", "regress")), st.integers(1, 9))
-def test_documents_and_tasks_unknown_keep_the_plain_settings_but_for_steps_of_epochs(
-    manifest: Manifest, epochs: int
-) -> None:
-    assert data_defaults(manifest, AUTO) == [] == schedule_defaults(manifest, PLAIN, AUTO)
-    steps = steps_of_epochs(epochs, PLAIN, manifest, on_gpu=False)
-    assert config_for(manifest, epochs) == dataclasses.replace(PLAIN, steps=steps)
-
-
-def test_a_line_names_only_what_the_run_has_by_it() -> None:
-    manifest = make_manifest("classify", 3257, 24, 66)
-    lines = [choice.line(config_for(manifest)) for choice in data_defaults(manifest, AUTO)]
-    assert lines[0] == "chosen: --model words --dropout 0.3 (78,168 tokens are few)"
-    other = dataclasses.replace(config_for(manifest), model="tiny", dropout=0.0)
-    assert data_defaults(manifest, AUTO)[0].line(other) == ""
-
-
 @given(manifests())
 def test_what_is_fine_tuned_is_so_for_few_epochs_at_a_low_rate(manifest: Manifest) -> None:
     given = {"model": "hf:folder"}
@@ -174,14 +133,6 @@ def test_adapters_get_a_higher_rate_and_no_decay(task: Task) -> None:
     choices = [*data_defaults(manifest, given), *tuning_defaults(manifest, given)]
     chosen = {k: v for each in choices for k, v in each.settings.items()}
     assert (chosen["learning_rate"], chosen["weight_decay"]) == (2e-4, 0.0)
-
-
-def test_steps_of_fine_tuned_completions_have_32_examples() -> None:
-    manifest = make_manifest("complete", 3000, 100, 400)
-    chosen = data_defaults(manifest, {"model": "hf:folder"})[0].settings
-    assert 32 * 100 <= chosen["step_tokens"] < 32 * 100 + chosen["micro_batch_tokens"]
-    few = make_manifest("complete", 60, 100, 400)
-    assert data_defaults(few, {"model": "hf:folder"})[0].settings["step_tokens"] == 1792
 
 
 @pytest.fixture(scope="module")
@@ -259,37 +210,3 @@ def test_without_shards_to_read_the_plain_settings_are_shown_and_used(
     with pytest.raises(SystemExit, match="0"):
         parsed("--help-all")
     assert re.search(r"Default:\s+200\s+for\s+documents", capsys.readouterr().out)
-
-
-@pytest.mark.parametrize(
-    ("settings", "packed", "fits"),
-    [
-        ({"step_tokens": 1 << 16}, True, True),
-        ({"step_tokens": 2048}, True, True),
-        ({"step_tokens": 2048, "shard_model": True}, True, False),
-        ({"step_tokens": 1 << 16}, False, False),  # smaller ones would put other rows into a step
-        ({"step_rows": 64}, False, True),
-    ],
-)
-def test_micro_batch_of_a_gpu_changes_no_step(
-    settings: dict[str, Any], packed: bool, fits: bool
-) -> None:
-    found = gpu_default(dataclasses.replace(PLAIN, **settings), packed=packed)
-    assert (found is not None) == fits
-    assert found is None or found.settings == {"micro_batch_tokens": "auto"}
-
-
-def test_samples_make_evaluations_rarer_and_smaller() -> None:
-    manifest = make_manifest("lm", 5000, 100, 200)
-    splits = manifest.splits | {"validation": one_shard(rows=1000, tokens=100_000)}
-    manifest = dataclasses.replace(manifest, splits=splits)
-    found = {}
-    for samples in (0, 3):
-        config = dataclasses.replace(PLAIN, steps=2000, samples=samples, save_every=1)
-        for choice in schedule_defaults(manifest, config, {}):
-            config = dataclasses.replace(config, **choice.settings)
-        count = 1 + math.ceil(2000 / config.eval_every)
-        each = min(100_000, config.eval_tokens or 100_000) + samples * 48 * 64
-        assert count * each <= 0.15 * 2000 * config.step_tokens
-        found[samples] = config
-    assert found[3].eval_every > found[0].eval_every

@@ -60,26 +60,6 @@ def whole(documents: Path, llama: str, tmp_path_factory: pytest.TempPathFactory)
     return folders
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_a_resumed_run_repeats_an_undisturbed_one(
-    way: str, documents: Path, llama: str, whole: dict[str, Path], tmp_path: Path
-) -> None:
-    config = make_config(documents, tmp_path, model=llama, **WAYS[way])
-    go_on_from(whole[way] / "run", 4, config)
-    assert_same_run(whole[way] / "run", tmp_path, 8)
-
-
-@pytest.mark.slow
-def test_beside_adapters_only_what_is_trained_is_saved(whole: dict[str, Path]) -> None:
-    saved = load_weights(whole["adapters"] / "run", 8)
-    assert saved
-    assert all("lora_" in name for name in saved)
-    file = "run/checkpoints/step-00000008/state-0.safetensors"
-    sizes = [(whole[each] / file).stat().st_size for each in ("adapters", "all")]
-    assert sizes[0] < 0.5 * sizes[1]
-
-
 def test_weights_beside_adapters_stay_in_half_precision(
     documents: Path, llama: str, tmp_path: Path
 ) -> None:
@@ -232,21 +212,6 @@ def test_embeddings_grow_and_learn_added_tokens(
             adapted = peft.PeftModel.from_pretrained(before, folder / "adapter").eval()
             got = adapted(input_ids=IDS).logits
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_export_of_another_tokenizer_has_that_of_the_shards(
-    documents: Path, tmp_path: Path
-) -> None:
-    source = save_model(tmp_path / "source", "CausalLM", "Llama")
-    words = json.loads(read_tokenizer(documents))
-    words["model"]["vocab"] |= {"w5": 6, "w6": 5}
-    (source / "tokenizer.json").write_text(json.dumps(words))
-    (source / "tokenizer_config.json").write_text('{"model_max_length": 7}')
-    model = {"model": f"hf:{source}", "export": tmp_path / "exported"}
-    run(make_config(documents, tmp_path / "run", steps=1, **model))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
-    assert tokenizer("w5")["input_ids"] == [5]
-    assert tokenizer.model_max_length == 32
 
 
 def test_a_head_of_classes_is_trained_whole_and_exported_with_their_names(

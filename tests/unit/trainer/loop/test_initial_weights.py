@@ -3,9 +3,7 @@
 import contextlib
 import copy
 import dataclasses
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,7 @@ import torch
 from safetensors.torch import load_file
 from support.hub_models import save_model, write_shards
 from support.training import (
-    VOCABULARY,
     assert_same_run,
-    counting_rows,
     go_on_from,
     load_weights,
     make_config,
@@ -86,68 +82,10 @@ def test_a_run_starts_from_run_checkpoint_or_export(
     assert_same_run(tmp_path / "new", tmp_path / "rest", 8)
 
 
-def test_names_without_a_match_are_listed(
-    rows: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    run(make_config(rows["lm"], tmp_path / "run", model="tiny", steps=1))
-    new = make_config(
-        rows["classify"], tmp_path / "new", model="shallow", init_from=tmp_path / "run"
-    )
-    started(new)
-    assert (
-        f"{tmp_path / 'run'} has no such weights, so they start at random: head.bias, head.weight"
-        in caplog.text
-    )
-    unused = f"the model has no place for these weights of {tmp_path / 'run'}: blocks.2."
-    assert unused in caplog.text
-
-
-def test_weights_that_fit_nowhere_are_an_error(rows: dict[str, Path], tmp_path: Path) -> None:
-    run(make_config(rows["lm"], tmp_path / "run", model="shallow", steps=1))
-    other = make_config(
-        rows["lm"],
-        tmp_path / "new",
-        model="support.training:one_layer_model",
-        init_from=tmp_path / "run",
-    )
-    with pytest.raises(ConfigError, match=r"none of its 14 weights .* it has blocks.0.attention"):
-        run(other)
-    assert not (tmp_path / "new").exists()
-
-
-def test_another_tokenizer_is_an_error_that_names_both(
-    rows: dict[str, Path], tmp_path: Path, write_dataset: Callable[..., Path]
-) -> None:
-    run(make_config(rows["lm"], tmp_path / "run", export=tmp_path / "export", steps=1))
-    other = write_dataset(tmp_path / "other", {"train": counting_rows(50)}, VOCABULARY)
-    checksums = [
-        json.loads((folder / "manifest.json").read_bytes())["tokenizer"]["xxh3"]
-        for folder in (rows["lm"], other)
-    ]
-    for source in ("run", "export"):
-        config = make_config(other, tmp_path / "new", init_from=tmp_path / source)
-        with pytest.raises(ConfigError, match="{}, and that of .*other has {}".format(*checksums)):
-            run(config)
-
-
-def test_a_folder_without_weights_is_an_error(rows: dict[str, Path], tmp_path: Path) -> None:
-    for source in (tmp_path / "missing", rows["lm"]):
-        with pytest.raises(ConfigError, match="is neither a run of `train`, nor one of its"):
-            run(make_config(rows["lm"], tmp_path / "new", init_from=source))
-
-
 def test_a_run_without_a_checkpoint_is_an_error(rows: dict[str, Path], tmp_path: Path) -> None:
     make_config(rows["lm"], tmp_path).write()
     with pytest.raises(ConfigError, match="this run has no checkpoint yet"):
         run(make_config(rows["lm"], tmp_path / "new", init_from=tmp_path))
-
-
-def test_a_damaged_export_is_an_error(rows: dict[str, Path], tmp_path: Path) -> None:
-    run(make_config(rows["lm"], tmp_path / "run", export=tmp_path / "export", steps=1))
-    (tmp_path / "export/model.safetensors").write_bytes(b"damaged")
-    with pytest.raises(ConfigError, match="the weights are damaged"):
-        run(make_config(rows["lm"], tmp_path / "new", init_from=tmp_path / "export"))
 
 
 ADAPTERS: dict[str, Any] = {"lora": 2, "learning_rate": 5e-2, "steps": 4, "warmup_steps": 0}

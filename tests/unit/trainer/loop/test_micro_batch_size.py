@@ -10,11 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.commands import call
-from support.training import RUNS, make_config, one_layer_model, read_metrics, run
+from support.training import RUNS, make_config, one_layer_model
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.tools import train
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.datasets import make_policy
 from tokenfeed.trainer.data.micro_batch import MicroBatch
@@ -113,39 +111,3 @@ def test_auto_names_the_remedies_if_nothing_fits(every_task: Path, tmp_path: Pat
     config = auto(every_task, tmp_path / "run", "lm packed", sequence_length=384)
     with pytest.raises(ConfigError, match=r"`--micro-batch-tokens`=auto: 384 tokens, .* Try"):
         Trainer(config)
-
-
-def test_a_run_with_auto_is_the_run_with_the_number(every_task: Path, tmp_path: Path) -> None:
-    config = auto(every_task, tmp_path / "auto", "lm packed", dropout=0.1)
-    run(config, stop_after=2)
-    written = TrainConfig.of_run(config.run_dir)
-    assert written is not None
-    run(dataclasses.replace(config, resume=True))  # keeps the number
-    run(dataclasses.replace(written, resume=False, run_dir=tmp_path / "number"))
-    for key in ("loss", "validation_loss"):
-        found, wanted = (read_metrics(tmp_path / name, key) for name in ("auto", "number"))
-        assert wanted.items() <= found.items()
-
-
-def test_a_cpu_takes_no_more_than_it_has_use_for(every_task: Path, tmp_path: Path) -> None:
-    config = auto(every_task, tmp_path / "run", "lm packed", step_tokens=6144, model=ONE_LAYER)
-    sizes = possible_sizes(config, task_of(config, CPU))
-    with contextlib.closing(Trainer(config)) as trainer:
-        assert trainer.config.micro_batch_slots == max(size for size in sizes if size <= 2048)
-
-
-@pytest.mark.slow
-def test_dry_run_announces_the_run_and_writes_nothing(
-    every_task: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    words = ("--shards", every_task / "lm", "--run-dir", tmp_path / "run", "--model", ONE_LAYER)
-    sizes = ("--sequence-length", 32, "--micro-batch-tokens", "auto", "--step-tokens", 512)
-    call(train.main, *words, *sizes, "--device", "cpu", "--steps", 50, "--dry-run")
-    announced = [record.getMessage().partition(":")[0] for record in caplog.records]
-    expected = ["--micro-batch-tokens 512", "model", "precision", "attention", "memory"]
-    expected += ["data", "steps", "batch", "run", "allocator of a GPU"]
-    expected += ["time of a step", "time of an epoch of 4 steps", "time of the run of 50 steps"]
-    found = [line.partition(",")[0] for line in announced]
-    assert [line for line in found if line in expected] == expected
-    assert not (tmp_path / "run").exists()

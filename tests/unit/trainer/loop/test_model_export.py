@@ -1,7 +1,6 @@
 """Exported folders: whole or absent, and the way back from them."""
 
 import dataclasses
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,9 @@ from support.training import load_weights, make_config, run
 from torch import nn
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
-from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.micro_batch import Head, MicroBatch
-from tokenfeed.trainer.loop import evaluation, model_export
+from tokenfeed.trainer.loop import model_export
 from tokenfeed.trainer.loop.model_export import Exported, load_exported
 from tokenfeed.trainer.report.run_files import Report
 
@@ -50,11 +48,6 @@ def finished(documents: Path, tmp_path_factory: pytest.TempPathFactory) -> Train
     config = make_config(documents, folder / "run", export=folder / "exported")
     run(config)
     return config
-
-
-@pytest.fixture(scope="module")
-def tagged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_shards(tmp_path_factory.mktemp("tag") / "shards", "tag")
 
 
 @pytest.fixture
@@ -103,21 +96,6 @@ def test_exported_built_in_decoder_has_equal_logits_in_transformers(
     before = Exported.of(folder)
     assert before is not None
     assert continued.validation_loss_first == pytest.approx(before.metrics["loss"], rel=1e-5)
-
-
-def test_weights_that_are_the_best_by_a_score_are_read_whatever_their_loss(
-    tagged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loss = math.nan
-    evaluate = evaluation.evaluate
-    monkeypatch.setattr(evaluation, "evaluate", lambda *args: evaluate(*args) | {"loss": loss})
-    folder = tmp_path / "exported"
-    report = run(make_config(tagged, tmp_path / "run", export=folder))
-    about = Exported.of(folder)
-    assert about is not None
-    assert about.step == report.best_step is not None
-    assert repr(about.metrics["loss"]) == repr(loss)
-    assert load_exported(folder).state_dict()
 
 
 def test_a_finished_run_is_exported_without_training(finished: TrainConfig, tmp_path: Path) -> None:
@@ -176,38 +154,6 @@ def test_a_folder_that_is_there_or_will_hold_the_run_is_refused_before_training(
     with pytest.raises(ConfigError, match="--export"):
         run(config)
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_stopped_run_is_exported_when_it_is_finished(documents: Path, tmp_path: Path) -> None:
-    config = make_config(documents, tmp_path / "run", export=tmp_path / "exported")
-    run(config, stop_after=2)
-    assert not (tmp_path / "exported").exists()
-    run(dataclasses.replace(config, resume=True))
-    assert load_exported(tmp_path / "exported")
-
-
-def test_best_step_is_exported_whose_evaluation_was_made_up(
-    documents: Path, tmp_path: Path
-) -> None:
-    """Its checkpoint is older than its evaluation, and names an earlier step as the best one."""
-    config = make_config(documents, tmp_path / "run", export=tmp_path / "exported")
-    run(config, stop_after=config.steps)
-    report = run(dataclasses.replace(config, resume=True))
-    exported = Exported.of(tmp_path / "exported")
-    assert exported is not None
-    assert (exported.step, report.best_step) == (config.steps, config.steps)
-    saved = Checkpoints.of_run(tmp_path / "run").best()
-    assert saved is not None
-    assert saved.step < config.steps
-
-
-def test_export_is_not_repeated_by_a_later_resume(documents: Path, tmp_path: Path) -> None:
-    config = make_config(documents, tmp_path / "run", steps=1, export=tmp_path / "exported")
-    run(config)
-    begun = TrainConfig.of_run(tmp_path / "run")
-    assert begun is not None
-    assert begun.export is None
-    assert run(dataclasses.replace(begun, steps=2)).finished
 
 
 def test_a_failed_export_leaves_nothing_and_can_be_repeated(

@@ -3,15 +3,11 @@
 import contextlib
 import dataclasses
 import functools
-import itertools
-import json
-import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -33,14 +29,9 @@ from support.training import (
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.loop.evaluation import Evaluator
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.loop.trainer import Trainer
-from tokenfeed.trainer.report.progress_lines import console_line, divergence, notes_on
-from tokenfeed.trainer.report.run_files import MetricsLine
-from tokenfeed.trainer.stall import CAUSES
-from tokenfeed.trainer.tasks.registry import make_task
 
 MakeShards = Callable[..., Path]
 
@@ -58,19 +49,6 @@ def finished(counting: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-@pytest.mark.slow
-def test_the_loss_falls(counting: Path, tmp_path: Path) -> None:
-    config = make_config(
-        counting, tmp_path / "run", steps=40, log_every=20, eval_every=40, learning_rate=6e-3
-    )
-    report = run(config)
-    assert report.loss_first == pytest.approx(np.log(VOCABULARY), abs=0.3)
-    assert report.loss_last < 0.5 * report.loss_first
-    assert report.validation_loss_first is not None
-    assert report.validation_loss_last is not None
-    assert report.validation_loss_last < 0.5 * report.validation_loss_first
-
-
 def test_a_run_leaves_config_metrics_checkpoints_and_report(finished: Path) -> None:
     assert sorted(path.name for path in finished.iterdir()) == [
         "checkpoints",
@@ -84,23 +62,6 @@ def test_a_run_leaves_config_metrics_checkpoints_and_report(finished: Path) -> N
     assert list(read_metrics(finished, "validation_loss")) == [0, 4, 8]
     checkpoints = sorted(path.name for path in (finished / "checkpoints").iterdir())
     assert checkpoints == ["step-00000004", "step-00000008"]
-
-
-def test_the_report_has_speed_padding_losses_and_a_stall_whose_parts_sum(finished: Path) -> None:
-    report = json.loads((finished / "report.json").read_text())
-    assert report["steps"] == 8
-    assert report["finished"] is True
-    assert report["loss_last"] == read_metrics(finished, "loss")[8]
-    assert 0 <= report["padding"] < 0.05
-    assert 0.95 * 8 * 256 < report["tokens"] <= 8 * 256
-    assert report["real_tokens_per_s"] > 0
-    stall = report["stall"]
-    assert tuple(stall["causes"]) == CAUSES
-    parts = sum(part["fraction"] for part in stall["causes"].values())
-    assert stall["stall"] == pytest.approx(parts)
-    assert 0 < stall["stall"] < 1
-    assert stall["steps"] == 8 - 4  # half of so few steps is warm-up
-    assert "CPU" in stall["method"]
 
 
 def test_evaluation_changes_nothing(counting: Path, finished: Path, tmp_path: Path) -> None:
@@ -169,22 +130,6 @@ def test_resume_evaluates_only_when_due(
     assert_same_run(tmp_path / "run", finished, 8)
 
 
-def test_run_says_what_it_trains_before_the_first_step(
-    counting: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    train(make_config(counting, tmp_path / "run", steps=100), lambda: True)
-    size = Manifest.read(counting).split("train").tokens
-    assert f"data: {counting}, {size:,} tokens of lm" in caplog.messages
-    assert f"run: {tmp_path / 'run'}, with the report in report.html" in caplog.messages
-    beginnings = [line.split(":")[0] for line in caplog.messages]
-    expected = ["model", "precision", "attention", "memory", "data", "steps", "batch", "run"]
-    assert beginnings[:8] == expected
-    assert "without the embedding), all trained, fp32 on cpu" in caplog.messages[0]
-    epochs = float(caplog.messages[5].split("; ")[1].removesuffix(" epochs"))
-    assert epochs == pytest.approx(100 * 256 / size, rel=0.05)
-
-
 def test_run_says_that_its_warm_up_does_not_end(
     counting: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -192,17 +137,6 @@ def test_run_says_that_its_warm_up_does_not_end(
     assert "warmup" not in caplog.text
     train(make_config(counting, tmp_path / "cut", steps=8, warmup_steps=9), lambda: True)
     assert "rises for --warmup-steps 9, so this run ends before" in caplog.text
-
-
-def test_run_logs_that_no_split_evaluates_it(
-    tmp_path: Path, make_shards: MakeShards, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    folder = make_shards(tmp_path / "shards", rows=50, validation_rows=0)
-    report = run(make_config(folder, tmp_path / "run", steps=1))
-    assert any(line.startswith("evaluation: none") for line in caplog.messages)
-    assert report.validation_loss_last is None
-    assert "validation" not in report.summary()
 
 
 def test_long_completions_keep_their_prompts_and_lose_their_ends(
@@ -222,44 +156,6 @@ def test_long_completions_keep_their_prompts_and_lose_their_ends(
     assert "lose their end: about 4,080 tokens, 68.0 %" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("targets", "expected"), [(None, {4, 7}), ("all", {*range(8)}), ("user,thinking", {2, 5})]
-)
-def test_targets_select_what_a_conversation_teaches(
-    tmp_path: Path, targets: str | None, expected: set[int]
-) -> None:
-    rows = random_rows(np.full(30, 16), "chat", vocabulary_size=64)
-    kinds = np.tile([0, 1, 2, 3, 4, 5, 6, 7], 60) if targets else np.tile([0, 2, 4, 7], 120)
-    rows.per_token["kinds"][:] = kinds
-    rows.per_token["input_ids"][:] = kinds  # an id says its kind
-    shards = write_rows(tmp_path / "shards", {"train": rows}, 64, task="chat")
-    config = make_config(shards, tmp_path / "run", steps=1, targets=targets)
-    with contextlib.closing(Trainer(config)) as trainer:
-        batch = next(iter(trainer.loader))
-    assert {*batch["labels"].unique().tolist()} - {-100} == expected
-
-
-def test_patience_ends_a_run_that_no_longer_gets_better(tmp_path: Path) -> None:
-    shards = write_labelled(tmp_path / "shards", "classify", count=60)
-    every = {"eval_every": 2, "save_every": 2, "steps": 40, "micro_batch_tokens": 256}
-    settings = {**every, "patience": 3, "learning_rate": 1e-12}
-    config = make_config(shards, tmp_path / "run", **settings)
-    report = run(config)
-    assert (report.finished, report.steps, report.best_step) == (True, 8, 2)
-    assert report.metrics["test"]
-    begun = TrainConfig.of_run(tmp_path / "run")
-    assert begun is not None
-    assert begun.steps == 8
-    assert run(begun) == report
-    longer = dataclasses.replace(begun, steps=12, patience=0)
-    assert (run(longer).steps, run(longer).finished) == (12, True)
-
-
-def test_patience_spares_a_run_that_gets_better(counting: Path, tmp_path: Path) -> None:
-    config = make_config(counting, tmp_path / "run", patience=1, steps=12, learning_rate=5e-3)
-    assert run(config).steps == 12
-
-
 def test_finished_report_notes_scores_below_a_constant_answer(tmp_path: Path) -> None:
     shards = write_labelled(tmp_path / "shards", "score", count=60)
     config = make_config(
@@ -272,37 +168,6 @@ def test_finished_report_notes_scores_below_a_constant_answer(tmp_path: Path) ->
     assert is_worse == any("test: rmse" in note for note in report.notes)
     assert is_worse
     assert "no better than" in report.summary()
-
-
-def test_finished_report_notes_a_loss_that_still_fell(tmp_path: Path) -> None:
-    shards = write_labelled(tmp_path / "shards", "classify")
-    config = make_config(shards, tmp_path / "run")
-    task = make_task(config, Manifest.read(shards), torch.device("cpu"))
-    lines = [{"step": step, "loss": 1 / step} for step in range(1, 21)]
-    assert notes_on(task, {}, lines) == ["the loss still fell when the run ended: raise --epochs"]
-    flat = [{"step": step, "loss": 1.0} for step in range(1, 21)]
-    assert notes_on(task, {}, flat) == []
-    risen = [line | {"validation_loss": line["step"]} for line in lines]
-    assert notes_on(task, {}, risen) == []
-
-
-@pytest.mark.parametrize(
-    ("losses", "is_diverging"),
-    [
-        ([5.0, 4.0, 3.0, 2.5, 2.4, 2.4], False),
-        ([5.0, 4.0, 3.0, 2.5, 2.4, 2.4, 2.3, 2.3, 2.3, 2.9, 3.6, 4.4, 5.1, 5.7], True),
-        ([2.0] * 18 + [2.5, 2.6], True),  # above 1.2 times its least
-        ([2.0] * 18 + [2.3, 2.3], False),
-        ([2.0] * 18 + [4.0, 2.0, 2.0], False),  # a jump that it has left behind
-        ([0.1, 0.3] * 10, False),  # noise from line to line
-        ([1.0, 9.0], False),  # too few lines
-        ([2.5, None, 2.0, 2.0, None, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 8.0], True),
-    ],
-)
-def test_divergence_is_an_end_above_the_least_smoothed_loss(
-    losses: list[float | None], is_diverging: bool
-) -> None:
-    assert any("is diverging" in note for note in divergence(losses)) == is_diverging
 
 
 BAD_SETTINGS = [
@@ -360,14 +225,6 @@ def test_a_damaged_config_is_named(tmp_path: Path) -> None:
         parsed("--resume", "--run-dir", tmp_path)
 
 
-def test_evaluation_sees_short_and_long_documents(counting: Path, tmp_path: Path) -> None:
-    with contextlib.closing(Trainer(make_config(counting, tmp_path / "run"))) as trainer:
-        feed = trainer.loaders.evaluation_loader("validation")
-        lengths = np.concatenate([batch.piece_lengths for batch in itertools.islice(feed, 4)])
-    assert lengths.min() < 10
-    assert lengths.max() > 25
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -398,66 +255,6 @@ def test_resuming_on_other_shards_is_refused(
 def test_resuming_past_the_end_asks_for_more_steps(counting: Path, finished: Path) -> None:
     with pytest.raises(ConfigError, match=r"`--steps`=7: .* has trained 8 steps already"):
         run(make_config(counting, finished, resume=True, steps=7))
-
-
-def test_a_step_that_is_not_finite_is_skipped_and_named(
-    counting: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    failing = "support.training:failing_model"
-    config = make_config(counting, tmp_path / "run", model=failing, log_every=5)
-    report = run(config)
-    assert (report.finished, report.skipped_steps) == (True, 1)
-    losses = read_metrics(tmp_path / "run", "loss")
-    assert set(losses) == {1, 4, 5, 8}
-    assert all(map(math.isfinite, losses.values()))
-    assert all(
-        bool(torch.isfinite(tensor).all()) for tensor in load_weights(tmp_path / "run", 8).values()
-    )
-    assert "step 3 was skipped: its loss or gradients are not finite" in caplog.text
-    named = [
-        json.loads(line)["record"]
-        for line in (tmp_path / "run" / "bad-step.jsonl").read_text().splitlines()
-    ]
-    with contextlib.closing(Trainer(make_config(counting, tmp_path / "other"))) as trainer:
-        rows = [batch.rows for batch in itertools.islice(iter(trainer.loader), 6)]
-    assert named == sorted({int(row) for part in rows[4:6] for row in part})
-
-
-def test_the_progress_line_has_fixed_keys_and_shows_a_gpu_where_there_is_one() -> None:
-    log = MetricsLine(
-        step=20,
-        loss=5.25,
-        learning_rate=1e-3,
-        gradient_norm=0.5,
-        skipped_steps=0,
-        tokens=4096,
-        real_tokens_per_s=12345.6,
-        stall=0.0123,
-        stall_causes={"data": 0.0013, "evaluation": 0.011},
-        step_seconds=None,
-        gpu_bytes=12_300_000_000,
-        gpu_total_bytes=16_000_000_000,
-        gpu_busy=0.85,
-        cpu_busy=0.45,
-        ram_used=0.67,
-        steps_per_s=3.14,
-        phase="adapters",
-        remaining_seconds=312.0,
-    )
-    assert console_line(log, 1000) == (
-        "step   20/1000 | loss 5.2500 | lr 1.00e-03 | 12,346 real tok/s "
-        "| stall 1.23% (evaluation 1.10) | gpu 12.3/16.0 GB (77%), 85% busy | cpu 45% | ram 67% "
-        "| 3.1 it/s | phase adapters | 0:05:12 left"
-    )
-    machine = ("gpu_bytes", "cpu_busy", "steps_per_s", "phase", "remaining_seconds")
-    alone = msgspec.structs.replace(log, **dict.fromkeys(machine))
-    skipped = msgspec.structs.replace(alone, skipped_steps=3)
-    assert console_line(skipped, 1000).endswith("stall 1.23% (evaluation 1.10) | 3 skipped")
-    causes = {"data": 0.0001}
-    hardly_any = msgspec.structs.replace(alone, stall=0.0001, stall_causes=causes)
-    assert console_line(hardly_any, 1000).endswith("| stall 0.01%")
-    slow = msgspec.structs.replace(alone, steps_per_s=0.0456)
-    assert console_line(slow, 1000).endswith("| 0.046 it/s")
 
 
 @pytest.mark.parametrize(
@@ -539,18 +336,6 @@ def test_resume_warns_of_a_learning_rate_that_jumps(
     assert "--schedule cosine follows --steps" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "changes", [{"schedule": "constant"}, {"schedule": "wsd", "steps": 40}, {"steps": 8}]
-)
-def test_resume_without_a_jump_of_the_rate_warns_of_none(
-    counting: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, Any]
-) -> None:
-    run(make_config(counting, tmp_path, **changes), stop_after=4)
-    more = {"steps": 48} if "schedule" in changes else {}
-    run(make_config(counting, tmp_path, **changes | more, resume=True), stop_after=2)
-    assert "jumps" not in caplog.text
-
-
 def test_a_run_without_targets_ends_with_an_error_and_no_export(
     tmp_path: Path, write_dataset: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -562,17 +347,6 @@ def test_a_run_without_targets_ends_with_an_error_and_no_export(
     assert "1 step up to step 1 had no target to train on" in caplog.text
     with pytest.raises(ConfigError, match="no step of the training had a target"):
         run(dataclasses.replace(config, resume=True))
-
-
-def test_a_step_without_targets_is_a_warning_once(
-    tmp_path: Path, write_dataset: Callable[..., Path], caplog: pytest.LogCaptureFixture
-) -> None:
-    few = (np.arange(308) % VOCABULARY, np.array([1] * 300 + [8]))
-    folder = write_dataset(tmp_path / "shards", {"train": few}, VOCABULARY)
-    report = run(make_config(folder, tmp_path / "run", batching="padded", steps=8))
-    assert report.finished
-    assert report.steps == 8
-    assert caplog.text.count("had no target to train on") == 1
 
 
 def test_run_warns_of_a_validation_split_that_says_little(

@@ -9,17 +9,13 @@ import pytest
 import torch
 from support.training import VOCABULARY, make_config, run, write_labelled
 from tokenizers import Tokenizer
-from torch.utils.flop_counter import FlopCounterMode
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.trainer.data.datasets import read_tokenizer
 from tokenfeed.trainer.data.micro_batch import MicroBatch
-from tokenfeed.trainer.loop.evaluation import Sampler
 from tokenfeed.trainer.loop.model_export import load_exported
 from tokenfeed.trainer.loop.trainer import Trainer
-from tokenfeed.trainer.report.progress_lines import remedies
-from tokenfeed.trainer.tasks.registry import task_of
 
 
 def run_with_samples(task: Task, tmp_path: Path, **changes: Any) -> list[dict[str, Any]]:
@@ -49,20 +45,6 @@ def test_samples_are_the_likeliest_tokens(task: Task, tmp_path: Path) -> None:
             expected.append(int(logits_TV[-1, : tokenizer.get_vocab_size()].argmax()))
         text = [tokenizer.token_to_id(word) for word in sample["text"].split()]
         assert text == expected[len(words) :]
-
-
-def test_samples_are_on_the_report_page_and_change_no_training(tmp_path: Path) -> None:
-    found = run_with_samples("lm", tmp_path)
-    page = (tmp_path / "run" / "report.html").read_text()
-    assert "Samples at step 8" in page
-    assert all(sample["text"] in page for sample in found[-1]["samples"])
-    shards = tmp_path / "shards"
-    run(make_config(shards, tmp_path / "other", sequence_length=64))
-    losses = [
-        [line.get("loss") for line in map(json.loads, path.read_text().splitlines())]
-        for path in (tmp_path / name / "metrics.jsonl" for name in ("run", "other"))
-    ]
-    assert [x for x in losses[0] if x] == [x for x in losses[1] if x]
 
 
 def test_samples_of_a_task_without_texts_are_rejected(tmp_path: Path) -> None:
@@ -104,52 +86,3 @@ def test_samples_by_cache_equal_those_of_whole_rows(name: str, tmp_path: Path) -
                 words.add(word)
     assert len(lengths) > 1
     assert len(words) > 3
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute")
-def test_samples_compile_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
-        graphs.append(module)
-        return module.forward
-
-    graphs: list[torch.fx.GraphModule] = []
-    compile_by, samples_of, seen = torch.nn.Module.compile, Sampler.samples, []
-    monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda model, **own: compile_by(model, backend=backend, **own)
-    )
-
-    def noted(sampler: Sampler) -> list[dict[str, str]]:
-        before = len(graphs)
-        found = samples_of(sampler)
-        seen.append((before, len(graphs)))
-        return found
-
-    monkeypatch.setattr(Sampler, "samples", noted)
-    torch._dynamo.reset()
-    found = run_with_samples("lm", tmp_path, compile=True)
-    assert seen == [(len(graphs), len(graphs))] * 3
-    assert graphs
-    eager = run_with_samples("lm", tmp_path / "eager")
-    assert found[0]["samples"] == eager[0]["samples"]
-
-
-def test_samples_compute_each_slot_once(tmp_path: Path) -> None:
-    shards = write_labelled(tmp_path / "shards", "lm")
-    with contextlib.closing(Trainer(make_config(shards, tmp_path / "run", samples=2))) as trainer:
-        model: Any = trainer.learner.model
-        assert trainer.sampler is not None
-        with FlopCounterMode(display=False) as seen:
-            trainer.sampler.samples()
-        with FlopCounterMode(display=False) as hidden, torch.no_grad():
-            model.hidden(MicroBatch.of_ids(torch.zeros((2, 64), dtype=torch.int64), causal=True))
-    heads = 2 * 2 * 48 * model.head_weight.numel()
-    assert seen.get_total_flops() <= hidden.get_total_flops() + heads
-
-
-def test_advice_about_evaluations_names_samples(tmp_path: Path) -> None:
-    shards = write_labelled(tmp_path / "shards", "lm")
-    for samples in (0, 2):
-        config = make_config(shards, tmp_path / "run", samples=samples)
-        advice = remedies(config, task_of(config, torch.device("cpu")))["evaluation"]
-        assert ("`--samples`" in advice) == bool(samples)

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 from support.training import (
-    follow_brackets,
-    load_weights,
     make_config,
     read_metrics,
     run,
@@ -26,9 +24,7 @@ from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.trainer import step as training_step
 from tokenfeed.trainer.config.run_config import StageSettings
 from tokenfeed.trainer.loop import evaluation as judge
-from tokenfeed.trainer.loop import trainer as loop
 from tokenfeed.trainer.models.gpt import Transformer
-from tokenfeed.trainer.optim.precision import allow_tf32
 from tokenfeed.trainer.report.progress_lines import ProgressLog
 from tokenfeed.trainer.report.run_files import MetricsFile
 from tokenfeed.trainer.stall import StallMeter
@@ -38,60 +34,10 @@ READS_GRAD = pytest.mark.filterwarnings(
 )  # the compiler does, of inputs
 
 
-@pytest.mark.filterwarnings("ignore:Please use the new API")  # torch 2.9 says it to all who read
-def test_tf32_leaves_the_older_switches_readable() -> None:
-    before = torch.get_float32_matmul_precision()
-    try:
-        allow_tf32(torch.device("cuda"))
-        assert torch.get_float32_matmul_precision() == "high"
-        assert torch.backends.cuda.matmul.allow_tf32
-        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 def spoil(optimizer: torch.optim.Optimizer, value: float) -> None:
     """Put it into the gradient of every weight."""
     for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
         weight.grad[..., 0] = value
-
-
-def test_skipped_steps_are_counted_and_the_checkpoints_stay_finite(
-    counting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain, calls = training_step.scale_and_clip, iter(range(1, 100))
-
-    def spoiled(optimizer: torch.optim.Optimizer, *rest: Any) -> torch.Tensor:
-        if next(calls) in (3, 5):
-            spoil(optimizer, torch.inf)
-        return plain(optimizer, *rest)
-
-    monkeypatch.setattr(training_step, "scale_and_clip", spoiled)
-    report = run(make_config(counting, tmp_path, steps=6, log_every=2, save_every=3, eval_every=3))
-    assert read_metrics(tmp_path, "skipped_steps") == {3: 1, 6: 1}
-    assert [*read_metrics(tmp_path, "gradient_norm")] == [1, 2, 4, 6]
-    assert report.skipped_steps == 2
-    assert "trained  6 steps (2 skipped)" in report.summary()
-    for step in (3, 6):
-        assert all(bool(w.isfinite().all()) for w in load_weights(tmp_path, step).values())
-
-
-def test_progress_line_of_skipped_steps_shows_no_loss(
-    counting: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    config = make_config(counting, tmp_path, steps=4, learning_rate=1e30, log_every=2)
-    report = run(config)
-    assert (report.finished, report.skipped_steps) == (True, 3)
-    (line,) = (line for line in caplog.messages if line.startswith("step 4/4"))
-    assert "loss" not in line
-    assert line.endswith("2 skipped")
-
-
-def test_diverged_run_without_checkpoint_advises_none(counting: Path, tmp_path: Path) -> None:
-    config = make_config(counting, tmp_path, steps=40, learning_rate=1e30, save_every=100)
-    with pytest.raises(ConfigError, match=r"start again: nothing was saved\. Step 2: "):
-        run(config)
 
 
 def test_diverged_run_that_resumes_ends_in_one_line_again(counting: Path, tmp_path: Path) -> None:
@@ -128,17 +74,6 @@ def test_skipped_step_names_records_of_the_mixing(
     assert "step 2 was skipped" in caplog.text
     bad = (tmp_path / "run/bad-step.jsonl").read_text()
     assert max(json.loads(line)["record"] for line in bad.splitlines()) >= 2000
-
-
-def test_the_first_evaluation_of_a_run_of_one_step_is_no_stall(
-    counting: Path, tmp_path: Path
-) -> None:
-    report = run(make_config(counting, tmp_path, steps=1))
-    assert report.stall.steps == 0
-    assert report.stall.causes["evaluation"].seconds == 0.0
-    assert report.stall.stall is None
-    assert report.real_tokens_per_s is None
-    assert report.summary().count("not measured") == 2
 
 
 @pytest.fixture
@@ -238,27 +173,6 @@ def test_the_tail_of_a_window_compiles_nothing_anew(
     assert report.padding > plain.padding  # empty rows are padding, too
 
 
-@READS_GRAD
-@pytest.mark.slow
-def test_a_resumed_compiled_run_compiles_before_its_first_step(
-    counting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiled = count_compilations(monkeypatch)
-    run(make_config(counting, tmp_path, steps=4, eval_every=100, compile=True), stop_after=1)
-    torch._dynamo.reset()
-    compiled.clear()
-    plain, after_first_step = loop.Trainer._run_parts, []
-
-    def noted(*args: Any, **options: Any) -> None:
-        after_first_step.append(len(compiled))
-        plain(*args, **options)
-
-    monkeypatch.setattr(loop.Trainer, "_run_parts", noted)
-    run(make_config(counting, tmp_path, steps=4, eval_every=100, compile=True, resume=True))
-    assert after_first_step[0] == len(compiled) == 4  # as above
-    assert list(read_metrics(tmp_path, "validation_loss")) == [0, 4]
-
-
 @pytest.mark.slow
 @READS_GRAD
 def test_compiling_without_a_compiler_is_one_line(
@@ -271,44 +185,6 @@ def test_compiling_without_a_compiler_is_one_line(
     message = r"`--compile`: .*No working C\+\+ compiler found.*leave --compile out"
     with pytest.raises(ConfigError, match=message):
         run(make_config(counting, tmp_path, compile=True))
-
-
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_garbage_is_collected_at_log_lines_only(
-    is_frozen: bool, counting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: int(is_frozen))
-    calls: list[str] = []
-    monkeypatch.setattr(gc, "freeze", lambda: calls.append("freeze"))
-    monkeypatch.setattr(gc, "unfreeze", lambda: calls.append("unfreeze"))
-    bracket = follow_brackets(monkeypatch)
-    causes: list[str | None] = []
-
-    def note(phase: str, info: dict[str, int]) -> None:
-        if phase == "start" and not gc.isenabled():  # the last save goes on behind the loop
-            causes.append(bracket())
-
-    def make_cycles() -> bool:
-        assert not gc.isenabled()
-        for _ in range(10_000):
-            cycle: list[object] = []
-            cycle.append(cycle)
-        if not steps:
-            gc.callbacks.append(note)
-        steps.append(len(causes))
-        return False
-
-    steps: list[int] = []
-    trainer = loop.Trainer(make_config(counting, tmp_path / "run", steps=4, log_every=2))
-    try:
-        trainer.train(bool, make_cycles)
-    finally:
-        gc.callbacks.remove(note)
-        trainer.close()
-    assert set(causes) == {"log"}
-    assert len(causes) == 3, "after steps 1, 2 and 4"
-    assert gc.isenabled()
-    assert calls == ([] if is_frozen else ["freeze", "unfreeze"])
 
 
 def test_a_checkpoint_frees_cycles_that_outlived_progress_lines(

@@ -16,11 +16,10 @@ from support.checkpoints import (
     checkpoint,
     make_meta,
     make_state,
-    names_in,
     saving_config,
 )
 from support.object_server import FAST, Fault, Remote, as_own_process, remote_store
-from support.training import load_state, run
+from support.training import run
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.remote.object_store import ObjectStore
@@ -33,8 +32,6 @@ from tokenfeed.trainer.loop.uploads import (
     Uploads,
     check_upload,
     fetch_newest,
-    is_ahead,
-    settings_there,
 )
 
 QUICK = dataclasses.replace(FAST, give_up_s=0.2)
@@ -100,23 +97,6 @@ def test_steps_go_on_while_place_takes_nothing(
     assert f"{warned}--resume` uploads it" in caplog.text
 
 
-def test_slow_place_gets_latest_checkpoint_next(tmp_path: Path, held: Held) -> None:
-    config = saving_config(tmp_path, tmp_path / "run", upload=str(tmp_path / "copy"), keep=2)
-    checkpoints = Checkpoints.of_run(config.run_dir)
-    copies = Uploads(config, checkpoints)
-    saver = Saver(checkpoints, 2, CPU, on_saved=copies.start)
-    for step in range(1, 7):
-        saver.save(make_meta(step), make_state(step))
-        saver.wait()
-        assert held.begun.wait(60)
-    assert names_in(config.run_dir / "checkpoints") == of(1, 5, 6)  # 1 is being uploaded
-    held.opened.set()
-    copies.finish()
-    assert held.steps[:3] == of(1, 6, 5)
-    assert names_in(config.run_dir / "checkpoints") == of(5, 6)
-    assert names_in(tmp_path / "copy" / "checkpoints") == of(5, 6)
-
-
 def of(*steps: int) -> list[str]:
     return [f"step-{step:08d}" for step in steps]
 
@@ -177,18 +157,6 @@ def test_bucket_never_lists_a_part_wherever_an_upload_breaks_off(
     assert names_at(remote) == {f"{folder}checkpoint.json", f"{folder}state-0.safetensors"}
 
 
-def test_bucket_that_refuses_for_a_while_has_all_at_the_end(
-    few_rows: Path, tmp_path: Path, remote: Remote, caplog: pytest.LogCaptureFixture
-) -> None:
-    remote.proxy.match, remote.proxy.always = "PUT /", None
-    remote.proxy.schedule.extend([None] * 3 + [Fault("403")] * 2 + [Fault("503")] * 3)
-    run_dir = tmp_path / "run"
-    assert run(saving_config(few_rows, run_dir, upload=address_of(remote))).finished
-    assert "the upload to s3://" in caplog.text
-    assert "refuses access (403 Forbidden)" in caplog.text
-    assert RunCopy(address_of(remote)).steps() == Checkpoints.of_run(run_dir).steps()
-
-
 def test_run_whose_bucket_fails_to_the_end_warns_and_resume_uploads(
     few_rows: Path, tmp_path: Path, remote: Remote, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -240,20 +208,6 @@ def test_damaged_checkpoint_of_copy_is_named(
     assert Checkpoints.of_run(config.run_dir).steps() == []
 
 
-def test_older_folder_gets_newest_checkpoint_of_copy(
-    few_rows: Path, tmp_path: Path, remote: Remote
-) -> None:
-    config = saving_config(few_rows, tmp_path / "run", upload=address_of(remote), keep=9)
-    run(config)
-    expected = load_state(config.run_dir, 8)
-    for step in (6, 8):
-        shutil.rmtree(Checkpoints.of_run(config.run_dir).path(step))
-    assert is_ahead(address_of(remote), config.run_dir)
-    fetch_newest(dataclasses.replace(config, resume=True))
-    assert Checkpoints.of_run(config.run_dir).steps() == [2, 4, 8]
-    assert load_state(config.run_dir, 8).keys() == expected.keys()
-
-
 def test_address_with_another_run_is_refused(
     few_rows: Path, tmp_path: Path, remote: Remote
 ) -> None:
@@ -296,14 +250,6 @@ def test_new_run_takes_an_address_over_from_its_own_folder_only(
     with pytest.raises(ConfigError, match="holds another run than"):
         check_upload(saving_config(few_rows, tmp_path / "two", upload=address))
     check_upload(saving_config(few_rows, tmp_path / "one", upload=address))
-
-
-def test_damaged_settings_of_a_copy_are_named_by_their_address(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("nonsense: 1")
-    with pytest.raises(ConfigError) as error:
-        settings_there(str(tmp_path), tmp_path / "run")
-    assert str(error.value).startswith(f"{tmp_path}/config.yaml: unknown setting nonsense.")
-    assert str(error.value).count(str(tmp_path)) == 2
 
 
 def test_drive_that_is_not_mounted_is_a_warning(

@@ -8,13 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import hub_models, varlen_on_cpu
+from support import varlen_on_cpu
 from support.training import (
     LONGEST,
-    VOCABULARY,
     make_config,
     make_head,
-    one_document_a_row,
     read_metrics,
     run,
     small_model,
@@ -30,8 +28,7 @@ from tokenfeed.trainer.data.datasets import make_policy
 from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
 from tokenfeed.trainer.loop.evaluation import Evaluator
 from tokenfeed.trainer.loop.loaders import shapes
-from tokenfeed.trainer.models.build import compile_model, make_model
-from tokenfeed.trainer.models.hf_model import HubModel
+from tokenfeed.trainer.models.build import compile_model
 from tokenfeed.trainer.tasks.task import Metrics
 
 
@@ -161,82 +158,3 @@ def test_packed_documents_of_any_length_share_a_graph(
         counts.append(len(graphs))
     assert len(set(calls)) > 3, "other numbers of documents, and other lengths"
     assert set(counts) == {3}, "a block, the angles of positions, and the last norm"
-
-
-class WithHidden(nn.Module):
-    """A model without blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 8)
-        self.layer = nn.Linear(8, 8)
-
-    @property
-    def head_weight(self) -> torch.Tensor:
-        return self.embedding.weight
-
-    def hidden(self, micro_batch: MicroBatch) -> torch.Tensor:
-        hidden: torch.Tensor = self.layer(self.embedding(micro_batch.ids_BT)).tanh()
-        return hidden
-
-    def forward(self, micro_batch: MicroBatch) -> torch.Tensor:
-        return self.hidden(micro_batch) @ self.head_weight.T
-
-
-@pytest.mark.slow
-def test_hidden_of_model_without_blocks_is_compiled(graphs: list[torch.fx.GraphModule]) -> None:
-    model = WithHidden()
-    shown = one_document_a_row(torch.arange(12).view(2, 6))
-    expected = model.hidden(shown)
-    compile_model(model)
-    assert not graphs
-    torch.testing.assert_close(model.hidden(shown), expected)
-    assert len(graphs) == 1
-    model(shown)
-    assert len(graphs) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute")
-@pytest.mark.parametrize("knows_blocks", [True, False])
-def test_all_of_a_transformers_model_is_compiled(
-    tmp_path: Path, knows_blocks: bool, graphs: list[torch.fx.GraphModule]
-) -> None:
-    folder = hub_models.save_model(tmp_path / "hub", "CausalLM", "Llama")
-    head = hub_models.head_of("vocabulary")
-    model = make_model(hub_models.train_config(folder), head)
-    assert isinstance(model, HubModel)
-    if not knows_blocks:
-        model.model._no_split_modules = None
-    shown = one_document_a_row(torch.arange(12).view(2, 6))
-    expected = model.hidden(shown)
-    compile_model(model)
-    torch.testing.assert_close(model.hidden(shown), expected, rtol=1e-5, atol=1e-5)
-    products = [
-        sum(node.target is torch._C._nn.linear for node in graph.graph.nodes) for graph in graphs
-    ]
-    layers = model.model.config.num_hidden_layers
-    of_block = 7  # queries, keys, values, output, and three of the feed-forward network
-    assert sorted(products) == ([0, 0, of_block] if knows_blocks else [of_block * layers])
-
-
-class Small(nn.Module):
-    """A model with one block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.Linear(1, 1)
-
-    def repeated_blocks(self) -> list[nn.Module]:
-        return [self.block]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_compiler_may_make_the_graphs_of_every_shape() -> None:
-    """Eight lengths, packed and padded, to train and to evaluate."""
-    limits = torch._dynamo.config
-    with limits.patch(recompile_limit=8, accumulated_recompile_limit=8):
-        compile_model(Small())
-        least = 2 * 2 * MOST_SHAPES
-        assert min(limits.recompile_limit, limits.accumulated_recompile_limit) >= least

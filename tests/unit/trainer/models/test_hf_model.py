@@ -237,15 +237,6 @@ def test_a_missing_library_is_named_with_its_extra(
         make_model(train_config(folder, **changes), head)
 
 
-def test_config_alone_gives_other_weights_than_the_saved(make_hub: MakeModel) -> None:
-    folder, head, saved = make_hub("Llama", "vocabulary")
-    torch.manual_seed(5)
-    fresh = make_model(train_config(folder, from_scratch=True), head)
-    assert not torch.equal(fresh.model.lm_head.weight, saved.model.lm_head.weight)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    assert torch.equal(theirs.lm_head.weight, saved.model.lm_head.weight)
-
-
 def test_dropout_is_the_configs_unless_told(tmp_path: Path) -> None:
     folder = save_model(
         tmp_path / "bert", "TokenClassification", "Bert", attention_probs_dropout_prob=0.5
@@ -254,24 +245,6 @@ def test_dropout_is_the_configs_unless_told(tmp_path: Path) -> None:
     for dropout, alike in ((None, False), (0.0, True)):
         model = make_model(train_config(folder, dropout=dropout), head_of("token")).train()
         assert torch.equal(model(micro_batch), model(micro_batch)) == alike
-
-
-@pytest.mark.parametrize("name", ["Llama", "GPT2", "Bert"])
-def test_no_dropout_is_none_in_heads_of_tags_too(name: str, tmp_path: Path) -> None:
-    folder = save_model(tmp_path / name, "TokenClassification", name, num_labels=5)
-    model = make_model(train_config(folder, dropout=0.0), head_of("token")).train()
-    assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} == {0.0}
-    model.save(tmp_path / "saved")
-    theirs = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "saved")
-    assert {m.p for m in theirs.modules() if isinstance(m, torch.nn.Dropout)} == {0.0}
-
-
-def test_nothing_is_printed_while_a_model_loads(
-    make_hub: MakeModel, capfd: pytest.CaptureFixture[str]
-) -> None:
-    folder, _, _ = make_hub("Llama", "vocabulary")
-    make_model(train_config(folder), head_of("row"))
-    assert capfd.readouterr() == ("", "")
 
 
 CAPPED: dict[str, dict[str, Any]] = {

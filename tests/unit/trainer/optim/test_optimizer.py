@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from support.training import make_head, make_transformer
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,32 +45,6 @@ def names_of(model: nn.Module, parameters: Iterable[torch.Tensor]) -> set[str]:
     return {name for name, parameter in model.named_parameters() if id(parameter) in chosen}
 
 
-def assert_each_once(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    assert len(held) == len(set(held))
-    assert set(held) == {id(p) for p in model.parameters() if p.requires_grad}
-
-
-MODELS = [Tagger(), make_transformer()]
-
-
-@given(st.data(), st.sampled_from(MODELS), st.sampled_from(NAMES))
-def test_each_trainable_weight_is_in_one_group_and_frozen_ones_in_none(
-    data: st.DataObject, model: nn.Module, name: OptimizerName
-) -> None:
-    for parameter in model.parameters():
-        parameter.requires_grad_(data.draw(st.booleans()))
-    assert_each_once(model, make_optimizer(model, name, 0.1))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_matrices_decay_and_gains_and_biases_do_not(name: OptimizerName) -> None:
-    for model in (Tagger(), make_transformer()):
-        for group in make_optimizer(model, name, 0.1).param_groups:
-            expected = {0.1} if group["weight_decay"] else {0.0}
-            assert {0.1 if p.dim() >= 2 else 0.0 for p in group["params"]} <= expected
-
-
 class Counts(nn.Module):
     """A table whose weights follow their gradients, beside a layer."""
 
@@ -81,27 +53,6 @@ class Counts(nn.Module):
         self.layer = nn.Linear(2, 2)
         self.table = nn.Embedding(3, 2)
         self.table.by_gradient = 1e5
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_updates_of_plain_weights_are_in_proportion_to_their_mean_gradients(
-    name: OptimizerName,
-) -> None:
-    model = Counts()
-    assert_each_once(model, optimizer := make_optimizer(model, name, 0.1))
-    gradients = torch.randn(6, 3, 2) * torch.tensor([[1e-3], [1e-5], [0.0]])
-    momentum, unit, moved = torch.zeros(3, 2), None, torch.zeros(3, 2)
-    for step, gradient in enumerate(gradients, 1):
-        nn.init.zeros_(model.table.weight)
-        model.table.weight.grad = gradient.clone()
-        set_learning_rate(optimizer, 1e-6 / step)
-        optimizer.step()
-        moved = -model.table.weight.detach() * step
-        momentum = 0.9 * momentum + 0.1 * gradient
-        expected = momentum / (1 - 0.9**step)
-        unit = unit or float(moved[0, 0] / expected[0, 0])
-        torch.testing.assert_close(moved, unit * expected, rtol=0.01, atol=0)
-    assert moved[0].abs().min() > 0
 
 
 class Expert(nn.Module):
@@ -283,19 +234,6 @@ def test_muon_takes_few_operators_however_many_layers(layers: int) -> None:
     with Operators() as operators:
         optimizer.step()
     assert operators.count < 100
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_rate_set_is_the_rate_used(name: OptimizerName) -> None:
-    model, optimizer = make_tagger(name)
-    train(model, optimizer.step, optimizer, 1)
-    before = [p.detach().clone() for p in model.parameters()]
-    set_learning_rate(optimizer, 0.0)
-    train(model, optimizer.step, optimizer, 1)
-    assert all(map(torch.equal, before, model.parameters()))
-    set_learning_rate(optimizer, 1e-2)
-    train(model, optimizer.step, optimizer, 1)
-    assert not any(map(torch.equal, before, model.parameters()))
 
 
 @pytest.mark.parametrize("name", NAMES)

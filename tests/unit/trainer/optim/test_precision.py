@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from support.host_waits import HostWaits
 from support.training import make_config, make_transformer, one_document_a_row, write_labelled
 from torch import nn
 
@@ -84,19 +83,6 @@ def test_a_step_that_neither_scales_nor_clips_is_plain_adamw_bit_for_bit(
     assert_same(training.content(), plain.content())
 
 
-def test_weights_in_double_precision_are_stepped_as_plain_adamw_does() -> None:
-    training, plain = Training("fp32", "adamw"), Training("fp32", "adamw")
-    for one in (training, plain):
-        one.model.double()
-        for parameter in one.model.parameters():
-            parameter.grad = torch.full_like(parameter, 0.25)
-    training.step(1.0)
-    plain.optimizer.step()
-    weights, others = training.model.state_dict(), plain.model.state_dict()
-    assert all(weight.dtype == torch.float64 for weight in weights.values())
-    assert_same(weights, others)
-
-
 @pytest.mark.slow
 @given(
     scale=st.floats(1e-6, 1e3),
@@ -121,21 +107,6 @@ def test_one_pass_scales_and_clips_as_two_passes_do(
     expected_norm = nn.utils.clip_grad_norm_(expected.model.parameters(), clip_norm)
     torch.testing.assert_close(norm, expected_norm, rtol=1e-6, atol=0)
     torch.testing.assert_close(seen, list(expected.gradients()), rtol=1e-6, atol=1e-12)
-
-
-@every_optimizer
-def test_a_step_that_scales_is_one_on_gradients_that_are_scaled_already(
-    optimizer_name: OptimizerName,
-) -> None:
-    training, expected = Training("fp32", optimizer_name), Training("fp32", optimizer_name)
-    for number in range(3):  # the scale differs from step to step: momentum must know it
-        training.backward(number)
-        training.step(torch.tensor(0.5**number))  # by a power of two nothing is rounded
-        expected.backward(number)
-        for gradient in expected.gradients():
-            gradient.mul_(0.5**number)
-        expected.step()
-    assert_same(training.content(), expected.content())
 
 
 @every_precision
@@ -165,101 +136,6 @@ def test_one_bad_number_in_one_gradient_leaves_no_trace(
         expected.backward(number)
         expected.step()
     assert_same(training.content(), expected.content())
-
-
-@every_optimizer
-def test_a_first_step_that_is_skipped_leaves_an_optimizer_as_new(
-    optimizer_name: OptimizerName,
-) -> None:
-    training, fresh = Training("fp32", optimizer_name), Training("fp32", optimizer_name)
-    training.backward(0)
-    next(training.gradients()).fill_(torch.nan)
-    training.step()
-    training.backward(1)
-    training.step()
-    fresh.backward(1)
-    fresh.step()
-    assert_same(training.content(), fresh.content())
-
-
-@every_precision
-@every_optimizer
-def test_a_step_makes_no_host_wait(
-    precision_name: PrecisionName, optimizer_name: OptimizerName
-) -> None:
-    training = Training(precision_name, optimizer_name)
-    training.backward(0)
-    targets = torch.tensor(7)
-    with HostWaits() as waits:
-        for number in range(3):
-            norm = training.step(1 / targets, 1.0)
-            torch.cat((norm.view(1), training.precision.skips))
-            training.backward(number)
-    assert waits.seen == []
-
-
-@pytest.mark.slow
-@given(st.lists(st.booleans(), max_size=8), st.integers(0, 8))
-def test_skips_are_counted_in_all_and_in_a_row_across_a_checkpoint(
-    bad: list[bool], saved_at: int
-) -> None:
-    training = Training("bf16", "adamw")
-    for number, is_bad in enumerate(bad):
-        if number == saved_at:
-            state = training.precision.state_dict()
-            training.precision = Precision("bf16", CPU)
-            training.precision.load_state_dict(state)
-        training.backward(number)
-        training.step(math.nan if is_bad else 1.0)
-    in_a_row = len(bad) if all(bad) else bad[::-1].index(False)
-    assert training.precision.skips.tolist() == [sum(bad), in_a_row]
-
-
-def test_a_reading_of_skips_does_not_change_later() -> None:
-    training = Training("fp32", "adamw")
-    before, state = training.precision.skips, training.precision.state_dict()
-    training.backward(0)
-    training.step(math.inf)
-    assert before.tolist() == state["skips"].tolist() == [0, 0]
-    assert training.precision.skips.tolist() == [1, 1]
-
-
-@every_precision
-def test_missing_gradients_step_as_none(
-    precision_name: PrecisionName,
-) -> None:
-    training = Training(precision_name, "muon")
-    bias = training.model[1].bias
-    assert isinstance(bias, nn.Parameter)
-    before = bias.detach().clone()
-    for number in range(3):
-        training.backward(number)
-        bias.grad = None
-        assert training.step(1.0, 0.1).isfinite()
-    assert torch.equal(bias, before)
-
-
-@pytest.fixture
-def restored_benchmark() -> Iterator[None]:
-    before = torch.backends.cudnn.benchmark
-    yield
-    torch.backends.cudnn.benchmark = before
-
-
-@pytest.mark.usefixtures("restored_benchmark")
-@pytest.mark.parametrize(
-    ("model", "batching", "tunes"),
-    [("convolving", "packed", True), ("convolving", "padded", False), ("small", "packed", False)],
-)
-def test_learner_lets_cudnn_choose_kernels_for_convolutions_of_shapes_that_repeat(
-    model: str, batching: Any, tunes: bool, tmp_path: Path
-) -> None:
-    torch.backends.cudnn.benchmark = not tunes
-    shards = write_labelled(tmp_path / "shards", "lm", count=30)
-    model = f"support.training:{model}_model"
-    config = make_config(shards, tmp_path / "run", model=model, batching=batching)
-    Learner(config, task_of(config, CPU), World(CPU))
-    assert torch.backends.cudnn.benchmark == tunes
 
 
 def test_gradients_that_a_graph_overwrites_are_copied_first(tmp_path: Path) -> None:
@@ -292,24 +168,12 @@ def test_gradients_that_a_graph_overwrites_are_copied_first(tmp_path: Path) -> N
 TASK = LanguageModelling(None)  # type: ignore[arg-type] - the loss needs no data set
 
 
-def loss_sum(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
-    return TASK.loss_of(logits_BTV, one_document_a_row(labels_BT, labels_BT)).sum
-
-
 def make_labels(ids_BT: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     labels_BT = ids_BT.clone()
     labels_BT[:, 0] = -100
     for row, length in enumerate(lengths):
         labels_BT[row, length:] = -100
     return labels_BT
-
-
-def test_the_softmax_is_fp32_whatever_the_logits_are() -> None:
-    logits_BTV = torch.randn(1, 4, 50).bfloat16()
-    labels_BT = torch.tensor([[-100, 3, 4, 5]])
-    loss = loss_sum(logits_BTV, labels_BT)
-    assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, loss_sum(logits_BTV.float(), labels_BT))
 
 
 def step_in_parts(precision: Precision, parts: list[slice]) -> tuple[Transformer, float]:
@@ -339,11 +203,3 @@ def test_the_norm_is_that_of_the_mean_loss() -> None:
     F.cross_entropy(logits, labels_BT[:, 1:].flatten()).backward()
     expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
     assert norm == pytest.approx(expected.item(), rel=1e-4)
-
-
-def test_half_precision_steps_like_fp32() -> None:
-    _, expected = step_in_parts(Precision("fp32", CPU), [slice(0, 4)])
-    precision = Precision("bf16", CPU)
-    model, norm = step_in_parts(precision, [slice(0, 4)])
-    assert norm == pytest.approx(expected, rel=0.05)
-    assert all(p.dtype == torch.float32 for p in model.parameters())

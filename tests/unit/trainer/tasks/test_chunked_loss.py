@@ -1,7 +1,5 @@
 """The loss over a vocabulary in chunks: it is the loss of all logits, and these never exist."""
 
-import math
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -9,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from support.host_waits import HostWaits
-from support.training import make_config, run, write_labelled
+from support.training import make_config, write_labelled
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -21,10 +18,7 @@ from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import IGNORED
 from tokenfeed.pipeline.planning.policies import Packed
 from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
-from tokenfeed.trainer.distributed.world import World
-from tokenfeed.trainer.loop.evaluation import evaluate
 from tokenfeed.trainer.models.gpt import ModelSize, Transformer
-from tokenfeed.trainer.optim.precision import Precision
 from tokenfeed.trainer.tasks import vocabulary_loss as chunked
 from tokenfeed.trainer.tasks.registry import make_task
 from tokenfeed.trainer.tasks.task import Loss, Task
@@ -141,16 +135,6 @@ def test_logits_exist_for_a_chunk_at_most(
         assert largest.rows == micro_batch.num_slots
 
 
-def test_nothing_of_it_waits_for_the_device(
-    shown: dict[str, tuple[Task, MicroBatch]], small_chunks: None
-) -> None:
-    for task, micro_batch in shown.values():
-        model = model_of(task)
-        with HostWaits() as waits:
-            gradients(model, task.loss(model, micro_batch))
-        assert waits.seen == []
-
-
 def test_a_frozen_head_gets_no_gradient(
     shown: dict[str, tuple[Task, MicroBatch]], small_chunks: None
 ) -> None:
@@ -160,52 +144,6 @@ def test_a_frozen_head_gets_no_gradient(
     model.embedding.weight.requires_grad_(False)
     assert all(map(torch.equal, gradients(model, task.loss(model, micro_batch)), wanted))
     assert model.embedding.weight.grad is None
-
-
-def test_perplexity_is_evaluated_without_logits(
-    shown: dict[str, tuple[Task, MicroBatch]], small_chunks: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for task, micro_batch in shown.values():
-        model, precision = model_of(task), Precision("fp32", CPU)
-        monkeypatch.setattr(chunked, "WORTH_BYTES", math.inf)
-        whole = evaluate(model, task, [micro_batch], precision, World(CPU))
-        monkeypatch.setattr(chunked, "WORTH_BYTES", 0)
-        with Largest() as largest:
-            found = evaluate(model, task, [micro_batch], precision, World(CPU))
-        assert largest.rows <= CHUNK
-        assert found == pytest.approx(whole, rel=1e-6)
-
-
-class Plain(nn.Module):
-    """Logits, and nothing else."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, micro_batch: MicroBatch) -> Tensor:
-        logits: Tensor = self.inner(micro_batch)
-        return logits
-
-
-def test_a_model_that_gives_logits_alone_is_learnt_from_them(
-    shown: dict[str, tuple[Task, MicroBatch]], small_chunks: None
-) -> None:
-    task, micro_batch = shown["lm"]
-    model = model_of(task)
-    whole = gradients(model, of_all_logits(task, model, micro_batch))
-    assert all(map(torch.equal, gradients(model, task.loss(Plain(model), micro_batch)), whole))
-
-
-@given(
-    tokens=st.integers(1, 1 << 20), vocabulary=st.integers(1, 1 << 20), is_compiled=st.booleans()
-)
-def test_chunks_cover_all_tokens_and_stay_within_their_bytes(
-    tokens: int, vocabulary: int, is_compiled: bool
-) -> None:
-    chunk = chunked.chunk_tokens(tokens, vocabulary, compiled=is_compiled)
-    assert 1 <= chunk <= chunked.MOST_TOKENS
-    assert chunk <= 1 or chunk * vocabulary <= ((1 << 31) // 4 if is_compiled else (1 << 30) // 10)
 
 
 @given(
@@ -232,33 +170,6 @@ def test_any_chunk_gives_the_same(
     ours = torch.autograd.grad(3 * loss, (hidden, weight))
     theirs = torch.autograd.grad(3 * whole, (hidden, weight))
     torch.testing.assert_close(ours, theirs)
-
-
-def test_backward_scales_gradients_in_place() -> None:
-    hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(50, 4, requires_grad=True)
-    loss = chunked.vocabulary_loss(hidden, weight, torch.arange(6))
-    with Largest(width=4) as largest:
-        loss.backward()
-    assert largest.rows == 50
-    assert largest.made == 0
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute")
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_run_learns_what_it_learns_from_all_logits(
-    tmp_path: Path, compiled: bool, small_chunks: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = write_labelled(tmp_path / "shards", "lm", count=150)
-    changes: dict[str, Any] = {"compile": compiled, "clip_norm": 100.0}
-    inner = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **o: inner(f, backend="eager", **o))
-    chunked.compiled_loss_and_error.cache_clear()
-    ours = run(make_config(folder, tmp_path / "chunks", **changes))
-    monkeypatch.setattr(chunked, "WORTH_BYTES", math.inf)
-    theirs = run(make_config(folder, tmp_path / "whole", **changes))
-    assert ours.loss_last == pytest.approx(theirs.loss_last, rel=1e-5)
-    assert ours.metrics["test"] == pytest.approx(theirs.metrics["test"], rel=1e-5)
 
 
 @pytest.mark.parametrize("learns", [True, False])

@@ -4,7 +4,6 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.training import (
     LONGEST,
-    assert_same_run,
-    go_on_from,
     make_config,
     run,
     write_labelled,
@@ -120,27 +117,6 @@ def test_filled_up_packed_batches_are_of_one_shape(folders: dict[Task, Path]) ->
             assert ends.diff().max() == scope.longest.shape[0] <= 64
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.long] * (name not in ("lm", "score")))
-        for name in TASKS
-    ],
-)
-def test_a_resumed_run_is_the_uninterrupted_one(
-    folders: dict[Task, Path], tmp_path: Path, name: Task
-) -> None:
-    settings: dict[str, Any] = {"model": "support.training:dropping_model", "steps": 6}
-    config = make_config(folders[name], tmp_path / "whole", **settings)
-    whole = run(config)
-    parts = go_on_from(config.run_dir, 4, replace(config, run_dir=tmp_path / "parts"))
-    assert_same_run(tmp_path / "whole", tmp_path / "parts", 6)
-    assert parts.metrics == whole.metrics
-    assert set(whole.metrics) == {"validation", "test"}
-    assert whole.task == name
-
-
 @pytest.mark.parametrize("task", ["classify", "score"])
 def test_rows_with_one_label_are_neither_packed_nor_cut(
     task: Task, folders: dict[Task, Path], tmp_path: Path
@@ -210,18 +186,6 @@ def test_predictions_that_are_nan_are_null_and_never_the_best(
     written = json.loads((tmp_path / "report.json").read_text())["metrics"]["test"]
     assert set(written.values()) == {None}
     assert "loss nan" in Report.of_run(tmp_path).summary()  # type: ignore[union-attr]
-
-
-def test_the_summary_tells_the_metrics_of_every_split(
-    folders: dict[Task, Path], tmp_path: Path
-) -> None:
-    report = run(make_config(folders["classify"], tmp_path))
-    for split in ("validation", "test"):
-        [line] = [each for each in report.summary().splitlines() if f" {split}, best" in each]
-        half = report.metrics[split].pop("loss_interval")
-        for name, value in report.metrics[split].items():
-            assert f"{name} {value:.4f}" in line
-        assert f" ± {half:.2g}, accuracy" in line
 
 
 @pytest.mark.parametrize("task", TASKS)
