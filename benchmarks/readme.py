@@ -350,7 +350,6 @@ TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {
     "scenarios": scenarios_table,
     "gpu-beside-h100": gpu_tables.beside_table,
     "gpu-h100/train": gpu_tables.train_table,
-    "gpu-h100/stall": gpu_tables.former_stall_table,
     "stall-simulated": kinds_table,
     "stall_tools": stall_tables.share_table,
     "stall_tools/cost": stall_tables.cost_table,

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["beside_table", "former_stall_table", "speed_table", "stall_table", "train_table"]
+__all__ = ["beside_table", "speed_table", "stall_table", "train_table"]
 
 Entry = dict[str, Any]
 
@@ -91,31 +91,6 @@ def stall_row(entry: Entry) -> list[str]:
         entry["expected_cause"],
         f"{entry['trace_idle']:.1%}",
         f"{entry['trace_idle_at_usual_speed']:.1%}",
-        f"{entry['predicted_gain']:.2f}",
-        f"{gain:.2f}" if gain else "no such loop",
-    ]
-
-
-def former_stall_table(results: list[Entry]) -> list[list[str]]:
-    """Return what the former meter found for each fault, beside a trace."""
-    header = ["fault", "stall", "interval", "main cause", "with a profiler: meter", "trace"]
-    header += ["predicted gain", "measured gain"]
-    return [
-        header,
-        *(former_stall_row(entry) for entry in results if entry["part"].startswith("stall ")),
-    ]
-
-
-def former_stall_row(entry: Entry) -> list[str]:
-    """Return the row of one fault."""
-    traced, gain = entry["traced"], entry["measured_gain"]
-    return [
-        entry["part"].removeprefix("stall "),
-        f"{'at least ' * entry.get('is_lower_bound', False)}{entry['stall']:.1%}",
-        " to ".join(f"{end:.1%}" for end in entry["interval"]),
-        entry["main_cause"],
-        f"{traced['stall']:.1%}",
-        f"{traced['trace_idle_in_gaps_over_10_us']:.1%}",
         f"{entry['predicted_gain']:.2f}",
         f"{gain:.2f}" if gain else "no such loop",
     ]

@@ -5,7 +5,7 @@ a resume within and at the end of a pass (`support/programs/adapter_ranks.py`). 
 
 | adapter | its cells |
 |---|---|
-| ShardDataModule of Lightning | test_ranks.py; unit/integrations/test_lightning.py |
+| ShardDataModule of Lightning, Fabric | unit/integrations/test_lightning.py |
 | ShardSFTTrainer of TRL | unit/integrations/test_trl.py; the rest is ShardTrainer's |
 | torchtitan | unit/integrations/test_torchtitan.py |
 | DeepSpeed | mission/test_g_proof.py |
@@ -28,7 +28,7 @@ from tokenfeed.pipeline.format.schema import Task, task_columns
 
 pytestmark = pytest.mark.slow
 
-ADAPTERS = ("ShardTrainer", "Accelerate", "Lightning", "Fabric", "steps")
+ADAPTERS = ("ShardTrainer", "Accelerate", "Lightning", "steps")
 
 
 @pytest.fixture(scope="module")

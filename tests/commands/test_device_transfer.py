@@ -169,20 +169,3 @@ def test_a_forked_child_leaves_the_device_alone(
             worker.child.process.wait(0.2)  # it goes on
         os.close(end)
         assert worker.child.process.wait(60) == 0
-
-
-def test_an_interrupt_while_a_loader_is_closed_leaves_it_to_be_closed_again(
-    folder: Path, cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loader = started(folder)
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(cuda.copy, "synchronize", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            loader.close()
-    loader.close()
-    assert workers_of() == []
-    assert not cuda.locked

@@ -243,22 +243,6 @@ def test_every_block_of_a_page_runs(
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
-def test_blocks_are_of_known_languages() -> None:
-    for page in PAGES:
-        found = blocks_of(page)
-        assert {block.language for block in found} <= {
-            "python",
-            "sh",
-            "text",
-            "toml",
-            "diff",
-            "yaml",
-        }, page
-        for block in found:
-            assert block.language != "toml" or tomllib.loads(block.code), page
-        assert 2 * len(found) == len(re.findall(r"^ *```", page.read_text(), re.MULTILINE)), page
-
-
 def test_what_does_not_run_says_why() -> None:
     reasons = [block.reason for page in PAGES for block in blocks_of(page) if block.reason]
     assert all(re.match("needs |takes (hours|ten minutes)", reason) for reason in reasons)
@@ -282,26 +266,6 @@ def test_pages_name_options_that_there_are() -> None:
     for page in PAGES:
         named = set(OPTION.findall(page.read_text(encoding="utf-8")))
         assert named <= known | OF_OTHERS, page
-
-
-def test_the_menu_has_every_page_once() -> None:
-    """Except the decisions, which a generated page lists."""
-    menu = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
-    listed = [name for name in leaves(menu) if (ROOT / "docs" / name).exists()]
-    assert sorted(listed) == sorted(
-        path.relative_to(ROOT / "docs").as_posix()
-        for path in PAGES[1:]
-        if path.parent.name != "decisions"
-    )
-
-
-def leaves(menu: object) -> Iterator[str]:
-    """The pages of a menu, however deep."""
-    if isinstance(menu, str):
-        yield menu
-    elif isinstance(menu, list | dict):
-        for each in menu if isinstance(menu, list) else menu.values():
-            yield from leaves(each)
 
 
 def test_api_pages_describe_what_there_is() -> None:

@@ -1,7 +1,6 @@
 """A loop that is interrupted, forked or left to a thread: each goes on exactly, or ends quietly."""
 
 import os
-import subprocess
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -13,7 +12,6 @@ from support.delivery import PREAMBLE, open_loader, pool_of, spans
 from support.processes import is_alive, run_script, workers_of
 
 from tokenfeed.pipeline.errors import LoaderError
-from tokenfeed.pipeline.feeding import window_source
 
 pytestmark = [pytest.mark.clock, pytest.mark.usefixtures("forked_workers")]
 
@@ -58,48 +56,6 @@ def test_a_fork_goes_on_with_workers_of_its_own_and_leaves_the_parents_alone(
         assert workers_of() == before
         assert all(is_alive(pid) for pid in before)
         assert [spans(batch) for batch in loader] == whole[7:]
-
-
-class _Break:
-    """Ctrl-C, when something has been done so many times."""
-
-    def __init__(self, function: Callable[..., Any], calls: int) -> None:
-        self._function, self._left = function, calls
-
-    def __get__(self, instance: object, owner: type) -> Callable[..., Any]:
-        def call(*arguments: Any, **named: Any) -> Any:
-            result = self._function(instance, *arguments, **named)
-            self._left -= 1
-            if self._left == 0:
-                raise KeyboardInterrupt
-            return result
-
-        return call
-
-
-@pytest.mark.parametrize(("function", "calls"), [("kill", 1), ("wait", 2)])
-def test_a_second_interruption_while_the_first_ends_the_workers_loses_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, function: str, calls: int
-) -> None:
-    whole = [spans(batch) for batch in open_loader(folder, epochs=2)]
-    loader = open_loader(folder, num_workers=2, epochs=2)
-    delivered = [spans(batch) for batch in islice(loader, 5)]
-    workers = workers_of()
-    with monkeypatch.context() as patch:
-        patch.setattr(window_source.WorkerPool, "take", interrupted)
-        broken = _Break(getattr(subprocess.Popen, function), calls)
-        patch.setattr(subprocess.Popen, function, broken)
-        with pytest.raises(KeyboardInterrupt):
-            delivered.extend(spans(batch) for batch in loader)
-    delivered += [spans(batch) for batch in loader]
-    loader.close()
-    assert delivered == whole
-    assert not any(is_alive(pid) for pid in workers)
-    assert workers_of() == []
-
-
-def interrupted(*arguments: object) -> None:
-    raise KeyboardInterrupt
 
 
 INTERRUPT = """
@@ -149,20 +105,6 @@ print(json.dumps(children()))
 def test_loop_goes_on_after_any_two_interruptions_in_a_row(folder: Path, trials: int) -> None:
     ended = warm.run(["-c", PREAMBLE + INTERRUPT.replace("TRIALS", str(trials)), folder])
     assert (ended.stdout, ended.stderr) == ("[]\n", "")
-
-
-def test_the_loader_is_dropped_with_its_workers_after_a_broken_close(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loader = open_loader(folder, num_workers=2, epochs=None)
-    next(iter(loader))
-    workers = workers_of()
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess.Popen, "wait", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            loader.close()
-    del loader
-    assert not any(is_alive(pid) for pid in workers)
 
 
 DAEMON = """

@@ -33,25 +33,6 @@ def test_all_but_frameworks_works_without_features_of_linux(
     assert (tmp_path / "out-run" / "checkpoints" / "step-00000004").is_dir()
 
 
-def test_numbers_of_workers_are_refused_on_windows_with_the_reason(text_shards: Path) -> None:
-    code = (
-        FORGET
-        + LIKE_WINDOWS
-        + """
-from tokenfeed import Padded, ShardLoader
-try:
-    ShardLoader(sys.argv[1], batching=Padded(512), num_workers=1)
-except ValueError as error:
-    print(error)
-with ShardLoader(sys.argv[1], batching=Padded(512)) as loader:
-    print(loader.num_workers)
-"""
-    )
-    said = warm.run(["-c", code, text_shards])
-    assert "`num_workers`=1: loader workers cannot run on Windows" in said.stdout, said.stderr
-    assert said.stdout.splitlines()[-1] == "0"
-
-
 def test_script_of_the_user_is_not_run_again_by_spawned_processes(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

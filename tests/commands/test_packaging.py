@@ -3,8 +3,6 @@
 import os
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 
@@ -13,8 +11,6 @@ from support import ROOT, warm
 from support.commands import call
 from support.training import make_config, run
 
-from tokenfeed.pipeline.format.manifest import FileInfo
-from tokenfeed.pipeline.planning.policies import Padded
 from tokenfeed.tools import pretokenize, shards, train
 
 LAYERS = ["pipeline", "trainer", "integrations", "tools"]
@@ -122,10 +118,3 @@ def test_every_command_explains_itself_on_a_page(
     shown = call(command.main, "--help").stdout
     assert "usage" in shown.lower()
     assert len(shown.splitlines()) <= 50
-
-
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_other_processes_unpickle_our_classes(method: str) -> None:
-    values = [Padded(max_tokens=5), FileInfo(file="a", bytes=1, xxh3="0")]
-    with ProcessPoolExecutor(1, mp_context=get_context(method)) as pool:
-        assert list(pool.map(repr, values)) == [repr(value) for value in values]

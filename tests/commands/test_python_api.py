@@ -16,8 +16,6 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support import warm
 from support.commands import run
 from support.corpora import texts
@@ -301,31 +299,6 @@ def test_a_script_without_a_main_guard_uses_workers(tmp_path: Path, tokenizer: P
         words = [tmp_path / "script.py", tmp_path / workers, tokenizer, workers]
         assert warm.run(words).returncode == 0
     assert files_of(tmp_path / "1") == files_of(tmp_path / "2")
-
-
-NUMBERS = st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
-VALUES = st.recursive(
-    st.none() | st.booleans() | NUMBERS | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=6,
-)
-
-
-@given(
-    st.lists(st.dictionaries(st.sampled_from(["text", "label", "more"]), VALUES), max_size=20),
-    st.booleans(),
-)
-def test_json_lines_hold_the_fields_of_each_record(
-    records: list[dict[str, Any]], is_function: bool
-) -> None:
-    source = (lambda: iter(records)) if is_function else records
-    lines = b"".join(json_lines("records", source, TEXT | {"label": FieldKind.LABEL})).splitlines()
-    wanted = [
-        ({} if row.keys() >= {"text", "label"} else dict.fromkeys(row))
-        | {k: row[k] for k in ("text", "label") if k in row}
-        for row in records
-    ]
-    assert [json.loads(line) for line in lines] == wanted
 
 
 def test_arrays_of_numpy_are_lists() -> None:

@@ -175,13 +175,6 @@ def test_sdists_of_one_commit_have_the_same_bytes(tmp_path: Path) -> None:
     assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
-def test_the_wheel_asks_for_no_tool_of_development(environment: Environment) -> None:
-    (wheel,) = [d for d in distributions(path=[str(environment.packages)]) if d.name == "tokenfeed"]
-    extras = ["dask", "examples", "hub", "lora", "ray", "remote", "track"]
-    assert sorted(wheel.metadata.get_all("Provides-Extra") or []) == extras
-    assert not (environment.packages / "pytest").exists()
-
-
 def test_the_main_job_runs_from_the_wheel_alone(environment: Environment) -> None:
     lines = [f"{number} tokens are fed to step {number % 7}." for number in range(2000)]
     (environment.folder / "text.txt").write_text("\n\n".join(lines))

@@ -256,36 +256,6 @@ def by_lightning(case: Case, folder: str) -> dict[str, Any]:
     return {"weights": weights, "resumed": {2: weights_of(run(2).model)}, "same": True}
 
 
-def by_fabric(case: Case, folder: str) -> dict[str, Any]:
-    """Train by Fabric, whose loaders are StatefulShardLoaders, and resume by its checkpoint."""
-    from lightning.fabric import Fabric
-
-    def run(stop: int | None = None, resume: bool = False) -> list[float]:
-        strategy = "ddp" if case.ranks > 1 else "auto"
-        fabric = Fabric(accelerator="cpu", devices=case.ranks, strategy=strategy)
-        fabric.launch()
-        plain = case.model()
-        model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=RATE))
-        source = StatefulShardLoader(case.loader(), transform=lambda batch: batch)
-        loader = fabric.setup_dataloaders(source, use_distributed_sampler=False)
-        state = {"model": model, "optimizer": optimizer, "loader": source, "batches": 0}
-        if resume:
-            fabric.load(f"{folder}/fabric.ckpt", state)
-        while state["batches"] < PASSES * len(source):
-            for batch in loader:
-                logits = model(batch["input_ids"], batch["attention_mask"])["logits"]
-                fabric.backward((case.loss(logits, batch["labels"]) + 0.0 * logits.sum()) / 4)
-                optimizer.step()
-                optimizer.zero_grad()
-                state["batches"] += 1
-                if state["batches"] == stop:
-                    fabric.save(f"{folder}/fabric.ckpt", state)
-        return weights_of(model)
-
-    weights = run(stop=3)
-    return {"weights": weights, "resumed": {3: run(resume=True)}, "same": True}
-
-
 def by_steps(case: Case, folder: str) -> dict[str, Any]:
     """Train by a plain loop over `steps`, and resume from the state of a step."""
     from tokenfeed.integrations.steps import steps
@@ -323,7 +293,6 @@ ADAPTERS: dict[str, Callable[[Case, str], dict[str, Any]]] = {
     "ShardTrainer": by_trainer,
     "Accelerate": by_accelerate,
     "Lightning": by_lightning,
-    "Fabric": by_fabric,
     "steps": by_steps,
 }
 
