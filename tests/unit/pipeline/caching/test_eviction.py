@@ -112,19 +112,6 @@ def write_pieces(folder: Path, count: int = 20) -> None:
         os.utime(path, (1000 - number, 1000 - number))
 
 
-def test_the_oldest_of_what_passes_goes_first(tmp_path: Path) -> None:
-    write_pieces(tmp_path / PASSING / "one")
-    temporary, new = tmp_path / PASSING / "one/00/7.1.4", tmp_path / PASSING / "one/00/8.1.4"
-    for path in (temporary, new):
-        path.write_bytes(bytes(50))
-    os.utime(temporary, (1, 1))
-    assert sweep(str(tmp_path), PASSING, 1_000) == 950
-    left = sorted(int(p.name, 16) for p in tmp_path.glob("*/one/??/?") if "." not in p.name)
-    assert left == list(range(9))
-    assert (new.exists(), temporary.exists()) == (True, False), "it was abandoned"
-    assert not (tmp_path / PASSING / "one/ends/0").exists(), "footers have their turn, too"
-
-
 def test_what_is_kept_goes_only_with_its_run(tmp_path: Path) -> None:
     for name in ("own", "left"):
         write_pieces(tmp_path / KEPT / name)

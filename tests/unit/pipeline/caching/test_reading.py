@@ -89,13 +89,6 @@ def test_a_record_batch_is_one_request_and_a_shard_one_more(
     assert fetched.requests == len(batches) + 3
 
 
-def test_a_window_may_hold_a_record_batch_twice(
-    folder: Path, store: RangedFolder, cache: CacheSettings
-) -> None:
-    batches = np.array([2, 0, 2, 1, 2])
-    assert same(reader_of(store, cache).read(batches), reader_of(folder).read(batches))
-
-
 @dataclass(frozen=True)
 class FetchingFolder(RangedFolder):
     """One that notes which files it is told to bring."""
@@ -199,14 +192,3 @@ def test_a_missing_or_shorter_object_is_named(
     shard.unlink()
     with pytest.raises(ShardFormatError, match=r"00000.arrow: not found, but the manifest names"):
         reader_of(store, cache).read(all_batches(folder))
-
-
-def test_a_mixture_may_be_half_remote(
-    make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    small_batches(monkeypatch)
-    first, second = make_dataset(realistic_lengths(300)), make_dataset(realistic_lengths(400))
-    stores = open_splits([first, RangedFolder(second, tmp_path / "requests")], "train")
-    local = open_splits([first, second], "train")
-    batches = np.arange(sum(split.batches for split in local))
-    assert same(WindowReader(stores).read(batches), WindowReader(local).read(batches))

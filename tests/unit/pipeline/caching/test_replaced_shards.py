@@ -91,19 +91,6 @@ def test_a_footer_that_was_kept_is_not_taken_for_that_of_another_shard(
     assert np.array_equal(found.rows.ids, rows_of(folder))
 
 
-def test_an_equal_object_put_again_costs_one_footer_for_all_that_share_a_cache(
-    folder: Path, remote: Remote, tmp_path: Path
-) -> None:
-    remote.server.etags = itertools.repeat("")
-    cached_reader(remote, tmp_path).read(BATCHES[:2])
-    remote.server.objects[f"{remote.prefix}/{SHARD}"] = of_another_time(remote.content(SHARD))
-    for begin, footers in ((2, 1), (4, 0), (6, 0)):
-        remote.proxy.seen.clear()
-        found = cached_reader(remote, tmp_path).read(BATCHES[begin : begin + 2])
-        assert np.array_equal(found.rows.ids, np.split(rows_of(folder), 4)[begin // 2])
-        assert len(requests(remote)) == 2 + footers
-
-
 @examples
 @given(st.lists(st.text('ab/\\"[]{},', max_size=3), min_size=1, max_size=12))
 def test_replicas_that_name_equal_objects_differently_are_no_error(

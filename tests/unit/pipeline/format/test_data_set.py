@@ -51,17 +51,6 @@ def first_shard(folder: Path, **changes: Any) -> None:
     replace(manifest, splits={"train": replace(train, shards=shards)}).write(folder)
 
 
-def test_a_shard_with_other_ids_is_refused_when_it_is_opened(tmp_path: Path) -> None:
-    """Row lengths are equal, and so are sizes as far as a reader can tell."""
-    lengths = np.array([3, 5, 2])
-    rng = np.random.default_rng(0)
-    ours = write(tmp_path, rows_of_ids(rng.integers(1, 1000, 10), lengths, 1000))
-    for _ in range(400):
-        theirs = write(tmp_path, rows_of_ids(rng.integers(1, 1000, 10), lengths, 1000))
-        with pytest.raises(ShardFormatError, match=r"00000\.arrow: holds other rows"):
-            ShardReader(tmp_path, replace(ours, bytes=theirs.bytes), 1000)
-
-
 @pytest.mark.parametrize("only", [None, ("input_ids",)])
 def test_a_shard_with_one_label_corrected_is_refused_whatever_is_read(
     tmp_path: Path, only: tuple[str, ...] | None

@@ -1,33 +1,21 @@
-"""Targets chosen at load time are those of shards made with the same mask, in the same order."""
+"""Targets chosen at load time: which tokens of a conversation have a loss."""
 
 from collections.abc import Callable
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.data_sets import random_rows, rows_of_ids, write_rows
-from torch import Tensor
 
-from tokenfeed import Fixed, Packed, Padded, ShardLoader
+from tokenfeed import Fixed, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.kinds import BEGINS, Kind, TargetRule
-from tokenfeed.pipeline.format.schema import IGNORED, Rows, task_columns
-from tokenfeed.pipeline.planning.policies import Batching
+from tokenfeed.pipeline.format.schema import Rows, task_columns
 
 VOCABULARY = 500
-POLICIES = [
-    Padded(256),
-    Padded(48, multiple_of=8),
-    Fixed(3),
-    Packed(64, 2),
-    Packed(24, 2, long_rows="truncate"),
-    Packed(32, 2, split=True),
-]
 CHAT = task_columns("chat")
 
 
@@ -95,80 +83,6 @@ def test_mask_is_that_of_each_row_alone(seed: int, targets: Any) -> None:
     kinds = np.split(rows.per_token["kinds"], np.cumsum(rows.lengths)[:-1])
     expected = [flag for row in kinds for flag in slow_mask(row.tolist(), targets)]
     assert rule.mask(rows.per_token["kinds"], rows.lengths).tolist() == expected
-
-
-def batches_of(loader: ShardLoader) -> list[dict[str, Tensor]]:
-    with loader:
-        return [{name: batch[name] for name in batch} for batch in loader]
-
-
-def assert_equal_batches(ours: list[dict[str, Tensor]], theirs: list[dict[str, Tensor]]) -> None:
-    assert len(ours) == len(theirs)
-    for our, their in zip(ours, theirs, strict=True):
-        assert our.keys() == their.keys()
-        for name, tensor in our.items():
-            assert torch.equal(torch.as_tensor(tensor), torch.as_tensor(their[name])), name
-
-
-def masked_shards(folder: Path, rows: Rows, targets: Any) -> Path:
-    """The same rows, with the labels in the shards: the ids where the mask is, else -100."""
-    kinds = np.split(rows.per_token["kinds"], np.cumsum(rows.lengths)[:-1])
-    mask = np.array([flag for row in kinds for flag in slow_mask(row.tolist(), targets)])
-    labels = np.where(mask, rows.ids.astype(np.int16), IGNORED).astype(np.int16)
-    made = Rows(rows.lengths, {"input_ids": rows.ids, "labels": labels}, rows.per_row)
-    return write_rows(folder, {"train": made}, VOCABULARY, task="tag")
-
-
-@pytest.mark.parametrize(
-    ("targets", "batching"),
-    [*zip(CHOICES, cycle(POLICIES), strict=False)],
-    ids=range(len(CHOICES)),
-)
-def test_loader_targets_equal_shards_made_with_that_mask(
-    tmp_path: Path, batching: Batching, targets: Any
-) -> None:
-    """`test_batch.py` has every policy with the targets `assistant`."""
-    rows = conversations()
-    chat = write_rows(tmp_path / "chat", {"train": rows}, VOCABULARY, task="chat")
-    masked = masked_shards(tmp_path / "masked", rows, targets)
-    ours = batches_of(ShardLoader(chat, batching=batching, num_workers=0, targets=targets))
-    loader = ShardLoader(masked, batching=batching, num_workers=0)
-    with loader:
-        theirs = []
-        for batch in loader:
-            labels = batch["labels"].clone().view(-1)
-            places = torch.arange(labels.numel()).view(batch["input_ids"].shape)
-            offsets = batch.sequence_offsets
-            for sequence in range(len(offsets) - 1):
-                at = 0
-                for length in batch.piece_lengths[offsets[sequence] : offsets[sequence + 1]]:
-                    labels[places[sequence, at]] = IGNORED  # the first token has no context
-                    at += int(length)
-            assert batch.num_targets == int((batch["labels"] != IGNORED).sum())
-            tensors = {name: batch[name] for name in batch}
-            theirs.append(tensors | {"labels": labels.view(batch["input_ids"].shape)})
-    assert_equal_batches(ours, theirs)
-
-
-def test_order_and_state_do_not_depend_on_targets(tmp_path: Path) -> None:
-    chat = write_rows(tmp_path / "chat", {"train": conversations()}, VOCABULARY, task="chat")
-    states = []
-    for targets in CHOICES[:4]:
-        with ShardLoader(
-            chat, batching=Padded(128), num_workers=0, targets=targets, rank=0, world_size=2
-        ) as loader:
-            batches = iter(loader)
-            next(batches), next(batches)
-            states.append(loader.state_dict())
-    assert all(state == states[0] for state in states)
-    ahead = ShardLoader(
-        chat, batching=Padded(128), num_workers=0, rank=0, world_size=2, targets="last"
-    )
-    ahead.load_state_dict(states[0])
-    straight = ShardLoader(
-        chat, batching=Padded(128), num_workers=0, rank=0, world_size=2, targets="last"
-    )
-    assert_equal_batches(batches_of(ahead), batches_of(straight)[2:])
 
 
 @pytest.mark.parametrize(

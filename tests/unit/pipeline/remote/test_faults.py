@@ -49,12 +49,6 @@ def test_mistakes_that_are_the_networks_pass(remote: Remote) -> None:
         remote.store.write("x", DATA)
 
 
-def test_a_bit_that_flips_on_the_way_is_for_checksums_to_find(remote: Remote) -> None:
-    remote.put("x", DATA)
-    remote.proxy.schedule.append(Fault("flip"))
-    assert sum(a != b for a, b in zip(remote.store.read("x"), DATA, strict=True)) == 1
-
-
 FINAL: dict[str, tuple[Callable[[ObjectStore], object], str, int]] = {
     "missing": (lambda store: store.read("none"), "not found", errno.ENOENT),
     "missing head": (lambda store: store.size("none"), "not found", errno.ENOENT),
