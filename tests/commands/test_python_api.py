@@ -200,13 +200,7 @@ USED_UP = (row for row in list[Any]())
 assert not [*USED_UP]
 
 WRONG: dict[str, tuple[object, type[Exception], str]] = {
-    "a generator": ((row for row in [{"text": "a"}]), ConfigError, "can be read only once"),
     "a used generator": (lambda: USED_UP, ConfigError, "a generator that was read before"),
-    "a number": (3, ConfigError, "records: got int. Give paths"),
-    "a function of no records": (lambda: None, ConfigError, "returns NoneType"),
-    "a function of one text": (lambda: "abc", ConfigError, "returns str, expected an iterator"),
-    "a function of one record": (lambda: {"text": "a"}, ConfigError, "returns dict"),
-    "a dict of columns": ({"text": ["some", "words"]}, ConfigError, r"use `pyarrow\.table"),
     "a frame that iterates its columns": (OldFrame(), ConfigError, "records: got .*OldFrame"),
     "a table with a column twice": (
         pa.table([["a"], ["b"]], names=["text", "text"]),
@@ -219,19 +213,12 @@ WRONG: dict[str, tuple[object, type[Exception], str]] = {
         ConfigError,
         "has a transform",
     ),
-    "paths and records": ({"train": "a", "test": [{"text": "a"}]}, ConfigError, "'train' has path"),
-    "a list of paths and records": (["a", {"text": "b"}], ConfigError, "list has paths, like 'a'"),
-    "a list of numbers": ([1, 2], CorpusError, "records, record 0: is int, expected a dict"),
-    "an empty list": ([], CorpusError, "no text in 1 input file: there is no record"),
-    "an empty dict": ({}, ConfigError, "names no split"),
     "a value that is too deep": (
         [{"text": "a"}, {"text": functools.reduce(lambda inner, _: [inner], range(9_999), 0)}],
         CorpusError,
         "record 1: cannot be written",
     ),
     "an object as a value": ([{"text": object()}], CorpusError, "record 0: cannot be written"),
-    "a split of a wrong name": ({"a/b": [{"text": "a"}]}, CorpusError, "cannot be the name"),
-    "a path that is missing": ("gone/", CorpusError, "gone: not found"),
 }
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.data_sets import random_rows, rows_of_ids, write_rows
+from support.data_sets import rows_of_ids, write_rows
 
 from tokenfeed import Fixed, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError
@@ -100,10 +100,3 @@ def test_unknown_targets_are_rejected(
     chat = write_rows(tmp_path / "chat", {"train": conversations()}, VOCABULARY, task="chat")
     with pytest.raises(ConfigError, match=expected):
         next(iter(ShardLoader(chat, batching=Fixed(4), num_workers=0, targets=targets)))
-
-
-def test_targets_of_documents_are_rejected(tmp_path: Path) -> None:
-    rows = random_rows(np.array([5, 6]), vocabulary_size=VOCABULARY)
-    documents = write_rows(tmp_path / "lm", {"train": rows}, VOCABULARY)
-    with pytest.raises(ConfigError, match="`targets`='last': expected no value: only"):
-        ShardLoader(documents, batching=Fixed(2), targets="last")
