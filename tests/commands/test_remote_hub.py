@@ -18,9 +18,6 @@ from support.corpora import texts
 from support.data_sets import files_of
 from support.hub_server import HubServer, hub_server
 
-from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.format.store import open_store
-
 pytest.importorskip("obstore")
 URL = "hf://datasets/owner/name@main/folder"
 
@@ -72,12 +69,6 @@ def test_a_repository_of_others_is_told_with_the_remedy(hub: HubServer, tmp_path
     for line in read(hub, tmp_path):
         assert line.startswith(f"RemoteError: {URL}/")
         assert "`hf auth login`, or set HF_TOKEN" in line
-
-
-@pytest.mark.parametrize("url", ["hf://owner/name", "hf://datasets/name", "hf://spaces/a/b"])
-def test_an_address_of_the_hub_names_kind_owner_and_name(url: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^{url}: expected hf://datasets/OWNER/NAME"):
-        open_store(url)
 
 
 def parquet(rows: list[str]) -> bytes:

@@ -20,36 +20,6 @@ def folder(make_dataset) -> Path:  # noqa: ANN001
     return make_dataset([3, 5, 700])
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"format_version": 2}, "expected format version 1, got 2"),
-        ({"task": "other"}, "damaged or was edited"),
-        (b"", "is not a JSON object"),
-        (b"[1]", "(got list)"),
-        (b'{"a', "is not a JSON object"),
-    ],
-)
-def test_edits_other_versions_and_other_files_are_refused(
-    folder: Path, change: dict[str, object] | bytes, message: str
-) -> None:
-    path = folder / "manifest.json"
-    content = json.loads(path.read_text())
-    path.write_bytes(change if isinstance(change, bytes) else json.dumps(content | change).encode())
-    with pytest.raises(ManifestError, match=message):
-        Manifest.read(folder)
-
-
-def test_a_folder_without_manifest_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ManifestError, match="no finished data set"):
-        Manifest.read(tmp_path)
-
-
-def test_a_split_that_is_not_there_names_those_that_are(folder: Path) -> None:
-    with pytest.raises(ManifestError, match="no split `test` in this data set; it has: train"):
-        Manifest.read(folder).split("test")
-
-
 @given(st.lists(st.integers(1, 2**31 - 1), min_size=1))
 def test_histogram_counts_by_power_of_two(lengths: list[int]) -> None:
     counts = length_histogram(np.array(lengths))

@@ -181,9 +181,3 @@ def test_every_scheme_is_opened_and_written_to_unless_it_is_the_webs(scheme: str
             open_place(url)
     else:
         assert open_place(url) == store
-
-
-@pytest.mark.parametrize("place", ["hf:somewhere/out", "hub:somewhere/out"])
-def test_open_place_rejects_hub_names_that_would_be_folders(place: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{place}: nothing can be written there"):
-        open_place(place)
