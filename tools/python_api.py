@@ -82,7 +82,6 @@ def pretokenize(
     validation: float | None = None,
     exclude: Sequence[str] = (),
     encoding: str | None = None,
-    strict: bool = False,
     max_rejects: int | None = None,
     workers: int | Literal["auto"] = "auto",
     engine: Literal["auto", "tokenizers"] = "auto",

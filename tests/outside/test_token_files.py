@@ -205,7 +205,16 @@ def test_glob_of_all_files_of_a_folder_rejects_no_index(
 ) -> None:
     WRITERS[kind](tmp_path, ROWS)
     out, files = tmp_path / "out", sorted(tmp_path.glob("*.*"))
-    options = ("--task", "ids", "--tokenizer", words, "--end-token", f"w{END}", "--strict")
+    options = (
+        "--task",
+        "ids",
+        "--tokenizer",
+        words,
+        "--end-token",
+        f"w{END}",
+        "--max-rejects",
+        "0",
+    )
     call(pretokenize_command.main, *files, out, *options, "--validation", 0, "--workers", 1)
     assert rows_in(out) == ROWS
 

@@ -218,7 +218,7 @@ class RejectFile:
 
 def too_many_rejects(name: str, record: int, reason: str, allowed: int) -> CorpusError:
     """Return the error of a run with more rejects than `allowed`."""
-    limit = f"`--max-rejects {allowed}`" if allowed else "`--strict`"
+    limit = f"`--max-rejects {allowed}`"
     return CorpusError(
         f"{name}, record {record}: {reason}. {limit} ends the run here; allow more, "
         "or mend the record and start with an empty output folder."

@@ -68,8 +68,6 @@ class EncodeSettings:
     template: Template
     """The special tokens around the texts of a row."""
     validation: float
-    splits: tuple[str, ...]
-    """Names of all splits."""
     splits_special: bool
     """Whether special tokens in a document become their ids."""
     max_rejects: int | None

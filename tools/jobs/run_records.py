@@ -97,6 +97,10 @@ class JobPart:
         """Return whether the unit with this number belongs to the part."""
         return number % self.count == self.index
 
+    def num_units(self, of_run: int) -> int:
+        """Return how many units of a run belong to the part."""
+        return len(range(self.index, of_run, self.count))
+
 
 WHOLE = JobPart()
 """All units of a run."""

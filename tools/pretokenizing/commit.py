@@ -34,7 +34,6 @@ from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, atomic_file
 from tokenfeed.pipeline.format.store import Place
 from tokenfeed.tools.corpus.input_files import InputFile
 from tokenfeed.tools.corpus.sources import Known, kind_left_out
-from tokenfeed.tools.encoding.engines import EngineName, ReferenceEngine
 from tokenfeed.tools.encoding.limit import TRAIN
 from tokenfeed.tools.encoding.record_blocks import UnitResult
 from tokenfeed.tools.encoding.tasks.chat import ChatEncoder
@@ -45,15 +44,14 @@ from tokenfeed.tools.pretokenizing.prepare import Prepared
 _COUNTS = ("bytes", "written", "empty", "rejected", "left_out")
 
 
-def commit(run: Prepared, engine: EngineName, results: list[UnitResult]) -> Manifest:
+def commit(run: Prepared, results: list[UnitResult]) -> Manifest:
     """Write everything but the shards, the manifest last.
 
     Args:
-        run: The run. All its shards are in the output.
-        engine: The engine that made the ids.
+        run: The run, with the engine that made the ids. All its shards are in the output.
         results: The results of all units, in order.
     """
-    output, task, template = run.options.output, run.encoding.task, b""
+    output, task, template = run.output, run.task, b""
     if isinstance(task, ChatEncoder) and task.chat_template:
         template = task.chat_template.with_variables.encode()
         output.write(CHAT_TEMPLATE_FILE, template)
@@ -63,7 +61,7 @@ def commit(run: Prepared, engine: EngineName, results: list[UnitResult]) -> Mani
         task=task.name,
         columns=task.columns,
         label_names=task.label_names,
-        tokenizer=_tokenizer_info(run, engine, results),
+        tokenizer=_tokenizer_info(run, results),
         splits=_splits(results),
         ledger=RecordCounts.of(ledgers),
         sources=_write_lines(output, SOURCES_FILE, ledgers),
@@ -72,7 +70,7 @@ def commit(run: Prepared, engine: EngineName, results: list[UnitResult]) -> Mani
         fields=task.named if isinstance(task, ChatEncoder) else None,
         counts=_counts(results),
     )
-    _clear_away(output, run.encoding.splits, results)
+    _clear_away(output, run.splits, results)
     if changed := changed_file(output, manifest):
         raise TokenfeedError(
             f"{output.path(changed)}: was deleted or changed while the run was at work. Repeat the "
@@ -87,7 +85,7 @@ def _counts(results: list[UnitResult]) -> dict[str, int] | None:
     return {n: sum(result.counts.get(n, 0) for result in results) for n in names} or None
 
 
-def _clear_away(output: Place, splits: Sequence[str], results: list[UnitResult]) -> None:
+def _clear_away(output: Place, splits: Iterable[str], results: list[UnitResult]) -> None:
     """Delete files of killed or late workers."""
     named = {info.file for result in results for info in result.files}
     for split in splits:
@@ -133,12 +131,12 @@ def _splits(results: list[UnitResult]) -> dict[str, SplitInfo]:
     return found
 
 
-def _tokenizer_info(run: Prepared, engine: EngineName, results: list[UnitResult]) -> TokenizerInfo:
-    tokenizer, audit, task = run.tokenizer, run.audit, run.encoding.task
+def _tokenizer_info(run: Prepared, results: list[UnitResult]) -> TokenizerInfo:
+    tokenizer, audit, task = run.tokenizer, run.audit, run.task
     splits_special = tokenizer.splits_special  # for a chat template, whatever the user asked for
     if isinstance(task, ChatEncoder):
         splits_special = task.splits_special
-    is_fast = engine != ReferenceEngine.name
+    engine = run.encoding.engine
     return TokenizerInfo(
         file=TOKENIZER_FILE,
         bytes=len(tokenizer.json_bytes),
@@ -152,7 +150,7 @@ def _tokenizer_info(run: Prepared, engine: EngineName, results: list[UnitResult]
         differences=len(audit.differing) + sum(len(result.differing) for result in results),
         special_tokens_in_text="split" if splits_special else "plain",
         special_tokens_added=task.add_special_tokens,
-        routed=sum(result.routed for result in results) if is_fast else None,
+        routed=sum(result.routed for result in results) if run.is_fast else None,
     )
 
 

@@ -21,7 +21,7 @@ from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenizerError
 from tokenfeed.pipeline.format.manifest import FEW_ROWS
 from tokenfeed.pipeline.format.schema import token_dtype
-from tokenfeed.pipeline.format.store import LocalStore, local_path
+from tokenfeed.pipeline.format.store import LocalStore, Place, local_path
 from tokenfeed.pipeline.text import public
 from tokenfeed.tools.corpus.field_paths import columns_of, nested, possible_columns
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
@@ -68,6 +68,7 @@ class Inputs:
     """The input of a command, before the corpus is read."""
 
     options: Options
+    output: Place
     state: State
     """The state of the output."""
     corpus: Corpus
@@ -131,6 +132,7 @@ def find_inputs(options: Options, spool: Spool = tuple) -> Inputs:
         shard_bytes = auto_shard_bytes(corpus.sources)
     return Inputs(
         options=options,
+        output=output,
         state=state,
         corpus=corpus,
         task=task,

@@ -10,6 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenizerError
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, Manifest, read_checked
@@ -51,20 +52,20 @@ def make_part(options: Options) -> PartSummary:
     Raises:
         TokenfeedError: Any error, in one line. The same command continues the part.
     """
-    started = time.perf_counter()
-    inputs, output, part = find_inputs(options), options.output, options.job_part
+    started, part = time.perf_counter(), options.job_part
+    inputs = find_inputs(options)
     if inputs.state == "finished":
-        _, num_units = recognise(output, inputs.recipe)
-        num_units = resumed_units = sum(map(part.has, range(num_units)))
+        _, num_units = recognise(inputs.output, inputs.recipe)
+        num_units = resumed_units = part.num_units(num_units)
         is_complete = True
     else:
         with _begun(inputs, part) as (run, records):
-            num_units, resumed_units = len(run.own_units(part)), len(records.results)
+            num_units, resumed_units = part.num_units(len(run.units)), len(records.results)
             run_units(run, records)
-        is_complete = _finished_by_last(inputs, run)
+        is_complete = _finished_by_last(run)
     return PartSummary(
-        out=str(output),
-        part=str(options.part),
+        out=str(inputs.output),
+        part=str(part),
         units=num_units,
         resumed_units=resumed_units,
         already_finished=inputs.state == "finished",
@@ -76,12 +77,11 @@ def make_part(options: Options) -> PartSummary:
 @contextlib.contextmanager
 def _begun(inputs: Inputs, part: JobPart) -> Iterator[tuple[Prepared, RunRecords]]:
     """Plan the run, or read its plan, and begin a part of it."""
-    output = inputs.options.output
+    output = inputs.output
     with contextlib.ExitStack() as stack:
         with planning_alone(output):
             run = prepare(inputs)
-            num_units = len(run.units)
-            begun = RunRecords.begin(output, inputs.recipe, num_units, part)
+            begun = RunRecords.begin(output, run.recipe, len(run.units), part)
             records = stack.enter_context(begun)
             if not run.has_kept_plan:
                 records.keep_plan(run.plan)
@@ -91,18 +91,18 @@ def _begun(inputs: Inputs, part: JobPart) -> Iterator[tuple[Prepared, RunRecords
         yield run, records
 
 
-def _finished_by_last(inputs: Inputs, run: Prepared) -> bool:
+def _finished_by_last(run: Prepared) -> bool:
     """Make the data set if every part has ended. Return whether it is made.
 
     In a folder, the part that leaves last makes it, because a part keeps its lock until its units
     are recorded. In a store, two parts may do so at once: they write the same bytes. If a part has
     found the fast engine wrong, units of other parts may have to be encoded again.
     """
-    output, num_units = run.options.output, len(run.units)
+    output, num_units = run.output, len(run.units)
     if len(recorded_units(output)) < num_units:
         return False
     try:
-        with RunRecords.begin(output, inputs.recipe, num_units) as records:
+        with RunRecords.begin(output, run.recipe, num_units) as records:
             if not records.engine_rejected:
                 _encode(run, records)
     except (ConfigError, FileNotFoundError):  # another part is at work, or has just made it
@@ -123,7 +123,8 @@ def make_dataset(options: Options, spool: Spool = tuple) -> Summary:
             same options continue the run.
     """
     started = time.perf_counter()
-    inputs, output = find_inputs(options, spool), options.output
+    inputs = find_inputs(options, spool)
+    output = inputs.output
     if options.finish and inputs.state == "new":
         raise ConfigError(
             f"`--finish`: {output} holds nothing to finish. Run `--part I/N` for every I first."
@@ -136,8 +137,7 @@ def make_dataset(options: Options, spool: Spool = tuple) -> Summary:
             options, read_checked(output, info), output.path(info.file)
         )
         return Summary.of(
-            inputs,
-            tokenizer,
+            replace(inputs, tokenizer=tokenizer),
             manifest,
             units=num_units,
             resumed_units=num_units,
@@ -148,11 +148,10 @@ def make_dataset(options: Options, spool: Spool = tuple) -> Summary:
         resumed_units, resumed_bytes = len(records.results), _text_bytes(records)
         manifest = _encode(run, records)
     new_bytes = manifest.ledger.bytes - resumed_bytes
-    unread = unread_fields(run.corpus, run.encoding.task) if new_bytes else {}
+    unread = unread_fields(run.corpus, run.task) if new_bytes else {}
     _warn(run, manifest, unread)
     return Summary.of(
-        inputs,
-        run.tokenizer,
+        run,
         manifest,
         units=len(run.units),
         resumed_units=resumed_units,
@@ -166,18 +165,18 @@ def make_dataset(options: Options, spool: Spool = tuple) -> Summary:
 def _encode(run: Prepared, records: RunRecords) -> Manifest:
     """Encode the units that are missing, and write the data set."""
     try:
-        engine = run_units(run, records)
+        run = run_units(run, records)
     except TokenizerError:  # another command may do better, here too
         if not records.results:
-            records.withdraw(run.encoding.splits)
+            records.withdraw(run.splits)
         raise
     results = [records.results[unit.number] for unit in run.units]
     if not any(result.shards for result in results):
         failure = _no_document(run, results)
-        records.withdraw(run.encoding.splits)
+        records.withdraw(run.splits)
         raise failure
-    manifest = commit(run, engine, results)
-    remove_records(run.options.output)
+    manifest = commit(run, results)
+    remove_records(run.output)
     return manifest
 
 
@@ -190,8 +189,8 @@ def _no_document(run: Prepared, results: list[UnitResult]) -> CorpusError:
         why = "every document is empty" if num_empty else "there is no record"
         return CorpusError(f"no text in {files}: {why}.")
     name = next(result.reject_file.file for result in results if result.reject_file)
-    reject = json.loads(run.options.output.read(name).splitlines()[0])
-    remedy = run.encoding.task.remedy(reject["reason"])
+    reject = json.loads(run.output.read(name).splitlines()[0])
+    remedy = run.task.remedy(reject["reason"])
     return CorpusError(
         f"no usable document in {files}: {num_rejected:,} rejected, the first in {reject['file']}, "
         f"record {reject['record']}: {reject['reason']}.{remedy}"
@@ -224,7 +223,7 @@ def _warn(run: Prepared, manifest: Manifest, unread: dict[str, str]) -> None:
     """Warn of what changes the meaning and was not read: fields of records, and parts of them."""
     counts, kept = manifest.counts or {}, {column.name for column in manifest.columns}
     for name, share in unread.items():
-        if remedy := run.encoding.task.warning_of(name):
+        if remedy := run.task.warning_of(name):
             logger.warning("the field `%s` was not read (%s): %s", name, share, remedy)
     for name, said in _WARNED.items():
         if counts.get(name) and not (name == "weights" and "weight" in kept):

@@ -28,7 +28,10 @@ from tokenfeed.tools.jobs.run_records import JobPart
 from tokenfeed.tools.shell.command_line import Page, parse_command, text
 from tokenfeed.trainer.config.values import NotNegative, Positive, Size, flag_of
 
-_OTHER_NAMES = {"--append": "another OUT (`train --shards A B` reads both as one)"}
+_OTHER_NAMES = {
+    "--append": "another OUT (`train --shards A B` reads both as one)",
+    "--strict": "--max-rejects 0",
+}
 _COMMON = ("task", "field", "tokenizer", "validation", "workers")
 """The options that --help shows."""
 _EXAMPLES = """examples:
@@ -42,7 +45,7 @@ _GROUPS = {
         *("fim_rate", "fim_spm_rate"),
         *("chat_template", "template_argument"),
     ),
-    "input": ("limit", "split", "validation", "exclude", "encoding", "strict", "max_rejects"),
+    "input": ("limit", "split", "validation", "exclude", "encoding", "max_rejects"),
     "speed and output": ("workers", "engine", "json"),
     "cluster and job array": ("runner", "part", "finish"),
     "rarely needed": (*("special_tokens_in_text", "shard_size", "max_record", "seed"),),
@@ -128,10 +131,8 @@ class Options:
     encoding: Annotated[str, text("NAME")] | None = None
     """Encoding of text that is not UTF-8, like latin-1, cp1252, shift_jis or gbk. A file that is
     UTF-8, or that begins with the mark of UTF-16, does not need it."""
-    strict: bool = False
-    """Stop at the first rejected record."""
     max_rejects: NotNegative | None = None
-    """Stop after more than N rejected records. Default: no limit."""
+    """Stop after more than N rejected records; 0: at the first. Default: no limit."""
     workers: Positive | Literal["auto"] = "auto"
     """Number of processes. auto: one per usable core. The output does not depend on their
     number."""
@@ -183,11 +184,6 @@ class Options:
         """Splits, each with the pattern of its files."""
         parted = (given.partition("=") for given in self.split)
         return tuple((name, glob) for name, _, glob in parted)
-
-    @property
-    def allowed_rejects(self) -> int | None:
-        """Largest number of rejected records; None for no limit."""
-        return 0 if self.strict else self.max_rejects
 
     @property
     def fields(self) -> dict[str, str]:
@@ -288,10 +284,6 @@ class Options:
             raise ConfigError(
                 f"`--fim-spm-rate` {self.fim_spm_rate}: has no effect without `--fim-rate`. Give "
                 "both, or leave it out."
-            )
-        if self.strict and self.max_rejects is not None:
-            raise ConfigError(
-                f"`--max-rejects` {self.max_rejects} and `--strict`: leave one of them out."
             )
         sharing = {
             "runner": f"--runner {self.runner}",

@@ -7,7 +7,7 @@ parts, and the same command after a kill, read the plan instead of the corpus.
 import logging
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import xxhash
@@ -29,7 +29,7 @@ from tokenfeed.tools.encoding.unit import EncodeSettings
 from tokenfeed.tools.jobs.crew import Work, local_crew
 from tokenfeed.tools.jobs.executors import SMALL_BYTES
 from tokenfeed.tools.jobs.progress_bar import Bar
-from tokenfeed.tools.jobs.run_records import JobPart, check_recipe, kept_plan, state_of
+from tokenfeed.tools.jobs.run_records import check_recipe, kept_plan, state_of
 from tokenfeed.tools.pretokenizing.inputs import Inputs, check_usable, load_tokenizer, share_of
 from tokenfeed.tools.pretokenizing.options import Options
 
@@ -40,29 +40,34 @@ COUNTED_ALONE_BYTES = 32_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prepared:
-    """A run that can begin. It is the same on every machine with the same input."""
+class Prepared(Inputs):
+    """A run that can begin: its inputs, and what takes a pass over the corpus. It is the same on
+    every machine with the same input."""
 
-    options: Options
-    corpus: Corpus
+    tokenizer: TextTokenizer
+    plan: dict[str, Any]
+    has_kept_plan: bool
+    """Whether the plan was read from the output."""
     units: tuple[Unit, ...]
     """All units, also those of other parts."""
-    tokenizer: TextTokenizer
     encoding: EncodeSettings
     """What the workers get: the task and the settings of all units, with the engine that is tried
     first."""
     audit: Audit
     """The comparison of the engines, if the settings have one."""
-    plan: dict[str, Any]
-    """The facts that take a pass over the corpus."""
-    has_kept_plan: bool
-    """Whether the plan was read from the output."""
     tokenizer_seconds: float
     """Seconds spent on training a tokenizer."""
 
-    def own_units(self, part: JobPart) -> tuple[Unit, ...]:
-        """Return the units of a part."""
-        return tuple(unit for unit in self.units if part.has(unit.number))
+    @property
+    def splits(self) -> set[str]:
+        """Names of all splits that the units may have."""
+        named = (source.split for source in self.corpus.sources)
+        return {TRAIN, VALIDATION, *filter(None, named)}
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether the fast engine makes the ids."""
+        return self.encoding.engine != ReferenceEngine.name
 
 
 def is_small(units: Iterable[Unit]) -> bool:
@@ -80,8 +85,7 @@ def prepare(inputs: Inputs) -> Prepared:
         CorpusError: There are no labels, or no usable records at the beginnings of files.
         TokenizerError: The tokenizer has no template for the task.
     """
-    options, kept = inputs.options, None
-    output = options.output
+    options, output, kept = inputs.options, inputs.output, None
     if state_of(output) != "new":
         kept = inputs.plan or kept_plan(output)
         changed = _changed_file(inputs.corpus, kept) if kept else ""
@@ -92,13 +96,12 @@ def prepare(inputs: Inputs) -> Prepared:
         labels = Labels(tuple(plan["labels"]), plan["labels are numbers"])
         task = replace(task, labels=labels)
     started = time.perf_counter()
-    tokenizer = inputs.tokenizer or _trained_tokenizer(options, task, units, kept)
+    tokenizer = inputs.tokenizer or _trained_tokenizer(inputs, units, kept)
     tokenizer_seconds = time.perf_counter() - started
     _advise(options, task, units, tokenizer)
     is_reference = (
         options.engine == ReferenceEngine.name or options.task == "ids" or is_small(units)
     )
-    splits = {TRAIN, VALIDATION, *(source.split for source in inputs.corpus.sources)} - {None}
     encoding = EncodeSettings(
         output=output,
         task=task,
@@ -106,9 +109,8 @@ def prepare(inputs: Inputs) -> Prepared:
         vocabulary_size=tokenizer.vocabulary_size,
         template=task.template(tokenizer),
         validation=plan["validation"],
-        splits=tuple(sorted(filter(None, splits))),
         splits_special=tokenizer.splits_special,
-        max_rejects=options.allowed_rejects,
+        max_rejects=options.max_rejects,
         audits=not is_reference,
     )
     if kept is None:
@@ -117,15 +119,13 @@ def prepare(inputs: Inputs) -> Prepared:
     if plan.get("last"):
         encoding = replace(encoding, last=Mark(*plan["last"]))
     sample_seed = 0 if options.tokenizer else options.seed  # another order is no other sample
+    known = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
     return Prepared(
-        options=options,
-        corpus=inputs.corpus,
+        **known | {"task": task, "tokenizer": tokenizer, "plan": plan},
+        has_kept_plan=kept is not None,
         units=units,
-        tokenizer=tokenizer,
         encoding=encoding,
         audit=Audit(tokenizer, units, task.fields, sample_seed),
-        plan=plan,
-        has_kept_plan=kept is not None,
         tokenizer_seconds=tokenizer_seconds,
     )
 
@@ -134,7 +134,7 @@ def _plan(inputs: Inputs) -> dict[str, Any]:
     """Cut the files into units and number the labels, as values of JSON. Read only the records
     that this needs."""
     task, sources = inputs.task, inputs.corpus.sources
-    if inputs.options.allowed_rejects is None:
+    if inputs.options.max_rejects is None:
         check_usable(sources, task)
     units, labels = cut_units(sources, inputs.shard_bytes), Labels()
     if isinstance(task, Labelled):
@@ -198,14 +198,14 @@ def _changed_file(corpus: Corpus, plan: dict[str, Any]) -> str:
 
 
 def _trained_tokenizer(
-    options: Options, task: TaskEncoder, units: tuple[Unit, ...], kept: dict[str, Any] | None
+    inputs: Inputs, units: tuple[Unit, ...], kept: dict[str, Any] | None
 ) -> TextTokenizer:
     """Train a tokenizer, or return the tokenizer that this run trained before.
 
     Raises:
         TokenizerError: Training gives another tokenizer than before.
     """
-    output = options.output
+    options, output, task = inputs.options, inputs.output, inputs.task
     origin = output.path(TOKENIZER_FILE)
     if kept and output.exists(TOKENIZER_FILE):
         json_bytes = output.read(TOKENIZER_FILE)

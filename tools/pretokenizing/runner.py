@@ -18,8 +18,8 @@ from typing import Any
 
 from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.tools.corpus.units import Unit
-from tokenfeed.tools.encoding.audit import Questions
-from tokenfeed.tools.encoding.engines import EngineName, FastEngine, ReferenceEngine
+from tokenfeed.tools.encoding.audit import Audit, Questions
+from tokenfeed.tools.encoding.engines import FastEngine, ReferenceEngine
 from tokenfeed.tools.encoding.fast.engine import (
     EngineRejected,
     EngineUnavailable,
@@ -27,7 +27,7 @@ from tokenfeed.tools.encoding.fast.engine import (
     supported_shape,
 )
 from tokenfeed.tools.encoding.record_blocks import UnitResult, too_many_rejects
-from tokenfeed.tools.encoding.unit import Encoded, EncodeSettings
+from tokenfeed.tools.encoding.unit import Encoded
 from tokenfeed.tools.jobs import executors
 from tokenfeed.tools.jobs.crew import (
     Crew,
@@ -45,34 +45,34 @@ logger = logging.getLogger(__name__)
 _Work = Unit | Questions
 
 
-def run_units(run: Prepared, records: RunRecords) -> EngineName:
+def run_units(run: Prepared, records: RunRecords) -> Prepared:
     """Encode every unit without a record, and record each finished unit.
 
     Returns:
-        The engine that made the ids.
+        The run with the engine that made the ids.
 
     Raises:
         CorpusError: There are more rejects than allowed.
         KeyboardInterrupt: The message says how many units are finished.
     """
-    settings = run.encoding
-    with _saying_what_is_kept(len(run.own_units(records.part)), records, settings.task.risk):
-        if settings.engine != ReferenceEngine.name and not records.engine_rejected:
+    with _saying_what_is_kept(run, records):
+        if run.is_fast and not records.engine_rejected:
             try:
-                _encode_all(run, settings, records)
-                return settings.engine
+                _encode_all(run, records)
+                return run
             except EngineRejected as why:
                 _reject_engine(why, records)
         audits = records.engine_rejected  # so that the run's figures depend on the input alone
-        settings = replace(settings, engine=ReferenceEngine.name, audits=audits)
-        _encode_all(run, settings, records)
+        encoding = replace(run.encoding, engine=ReferenceEngine.name, audits=audits)
+        run = replace(run, encoding=encoding)
+        _encode_all(run, records)
         while run.options.runner != "local" and audits and records.drop_damaged():
-            _encode_all(run, settings, records)  # some worker was late with the other
-        return settings.engine
+            _encode_all(run, records)  # some worker was late with the other
+        return run
 
 
 @contextlib.contextmanager
-def _saying_what_is_kept(num_units: int, records: RunRecords, risk: str) -> Iterator[None]:
+def _saying_what_is_kept(run: Prepared, records: RunRecords) -> Iterator[None]:
     """Add the number of recorded units to an interruption and to the death of a worker.
 
     Raises:
@@ -80,6 +80,7 @@ def _saying_what_is_kept(num_units: int, records: RunRecords, risk: str) -> Iter
     """
 
     def kept() -> str:
+        num_units = records.part.num_units(len(run.units))
         return (
             f"{len(records.results):,} of {num_units:,} units are finished and kept; the same "
             "command continues with the others."
@@ -90,7 +91,7 @@ def _saying_what_is_kept(num_units: int, records: RunRecords, risk: str) -> Iter
     except KeyboardInterrupt:
         raise KeyboardInterrupt(kept()) from None
     except WorkerDied as died:
-        raise TokenfeedError(f"{died}{risk}; {kept()}") from None
+        raise TokenfeedError(f"{died}{run.task.risk}; {kept()}") from None
     except FileNotFoundError:
         records.check()
         raise
@@ -107,39 +108,40 @@ def _reject_engine(why: EngineRejected, records: RunRecords) -> None:
         logger.info("the slow engine will do the work: %s", why)
 
 
-def _encode_all(run: Prepared, settings: EncodeSettings, records: RunRecords) -> None:
+def _encode_all(run: Prepared, records: RunRecords) -> None:
     """Encode the missing units.
 
     Raises:
         EngineRejected: The engine is missing or has wrong ids. Not all units are encoded then.
     """
-    is_fast = settings.engine != ReferenceEngine.name
-    if is_fast:
+    engine, audits = run.encoding.engine, run.encoding.audits
+    if run.is_fast:
         supported_shape(run.tokenizer.json_bytes)  # before workers load it
-    done = {n: result for n, result in records.results.items() if result.engine == settings.engine}
-    if is_fast and len(done) < len(records.results):
+    done = {n: result for n, result in records.results.items() if result.engine == engine}
+    if run.is_fast and len(done) < len(records.results):
         FastEngine.check(run.tokenizer)  # before it may write over what the reference has made
-    _check(run, settings, records, *done.values())
-    missing = [unit for unit in run.own_units(records.part) if unit.number not in done]
-    if not missing and (not settings.audits or records.part != WHOLE):
+    _check(run, records, *done.values())
+    own = (unit for unit in run.units if records.part.has(unit.number))
+    missing = [unit for unit in own if unit.number not in done]
+    if not missing and (not audits or records.part != WHOLE):
         return
     missing.sort(key=lambda unit: (-unit.weight_bytes, unit.number))
     sizes = [unit.weight_bytes for unit in missing]
-    with Bar(sizes) as bar, _crew(run, settings, [*missing], bar) as crew:
-        questions = run.audit.questions() if settings.audits else None
+    with Bar(sizes) as bar, _crew(run, [*missing], bar) as crew:
+        questions = run.audit.questions() if audits else None
         crew.start(questions)
-        if is_fast:
+        if run.is_fast:
             FastEngine.check(run.tokenizer)
         if questions:
             run.audit.expect(questions)
         for message in crew:
             if not isinstance(message, Encoded):
                 run.audit.begin(message)
-                _check(run, settings, records)
+                _check(run, records)
                 continue
-            result = _audited(run, message)
+            result = _audited(run.audit, message)
             records.append(result)
-            _check(run, settings, records, result)
+            _check(run, records, result)
             bar.count_unit()
 
 
@@ -159,13 +161,11 @@ class _Alone:
 
 
 @contextlib.contextmanager
-def _crew(
-    run: Prepared, settings: EncodeSettings, units: list[_Work], bar: Bar
-) -> Iterator[Crew | _Alone]:
+def _crew(run: Prepared, units: list[_Work], bar: Bar) -> Iterator[Crew | _Alone]:
     """Start the workers that encode `units`. All processes end with the block."""
+    settings = run.encoding
     if not units or (is_small(run.units) and run.options.task not in executors.IN_CHILDREN):
-        is_reference = settings.engine == ReferenceEngine.name
-        engine = (ReferenceEngine if is_reference else FastEngine.from_tokenizer)(run.tokenizer)
+        engine = (FastEngine.from_tokenizer if run.is_fast else ReferenceEngine)(run.tokenizer)
         do = settings.begin(lambda *progress: bar.advance(Done(*progress)), engine)
         yield _Alone(do, units)
         return
@@ -179,35 +179,29 @@ def _crew(
         yield crew
 
 
-def _audited(run: Prepared, done: Encoded) -> UnitResult:
+def _audited(audit: Audit, done: Encoded) -> UnitResult:
     """Return the result of a unit with the comparison of its sample."""
     result, sample = done
-    differing = [text.decode() for text in run.audit.compare(sample)]
-    return replace(
-        result,
-        audited=result.audited + len(sample),
-        differing=[*result.differing, *differing],
-    )
+    differing = [*result.differing, *(text.decode() for text in audit.compare(sample))]
+    return replace(result, audited=result.audited + len(sample), differing=differing)
 
 
-def _check(
-    run: Prepared, settings: EncodeSettings, records: RunRecords, *results: UnitResult
-) -> None:
+def _check(run: Prepared, records: RunRecords, *results: UnitResult) -> None:
     """Check the ids of finished units, and the number of rejects so far."""
-    if settings.engine != ReferenceEngine.name:
+    if run.is_fast:
         if records.engine_rejected:
             raise EngineRejected("another part has found the fast engine wrong")
         _check_ids([text.decode() for text in run.audit.differing])
         for result in results:
             _check_ids(result.differing)
-    allowed = settings.max_rejects
+    allowed = run.options.max_rejects
     if allowed is None:
         return
     left = allowed
     for _, result in sorted(records.results.items()):
         if result.rejected > left:
             assert result.reject_file
-            lines = settings.output.read(result.reject_file.file).splitlines()
+            lines = run.output.read(result.reject_file.file).splitlines()
             reject = json.loads(lines[left])
             raise too_many_rejects(reject["file"], reject["record"], reject["reason"], allowed)
         left -= result.rejected

@@ -15,7 +15,6 @@ from tokenfeed.tools.corpus.input_files import InputFile
 from tokenfeed.tools.corpus.sources import left_out
 from tokenfeed.tools.data_sets.inspection import unread
 from tokenfeed.tools.encoding.limit import VALIDATION
-from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.pretokenizing.inputs import Inputs
 
 _MARKUP = (".html", ".htm", ".xhtml", ".xml", ".svg", ".rtf", ".ipynb", ".srt", ".vtt")
@@ -114,7 +113,6 @@ class Summary:
     def of(
         cls,
         inputs: Inputs,
-        tokenizer: TextTokenizer,
         manifest: Manifest,
         *,
         units: int,
@@ -128,8 +126,7 @@ class Summary:
         """Return the summary of a run.
 
         Args:
-            inputs: The input of the run.
-            tokenizer: The tokenizer that was given or trained.
+            inputs: The input of the run, with the tokenizer that was given or trained.
             manifest: The data set.
             units: All units of the run.
             resumed_units: Units that an earlier, interrupted run had finished.
@@ -139,13 +136,14 @@ class Summary:
             tokenizer_seconds: Time for training a tokenizer, included in `seconds`.
             unread_fields: Fields of the records that were not read, each with its share.
         """
-        options, corpus = inputs.options, inputs.corpus
+        options, corpus, tokenizer = inputs.options, inputs.corpus, inputs.tokenizer
+        assert tokenizer
         ledger, splits, info = manifest.ledger, manifest.splits, manifest.tokenizer
         tokens = sum(split.tokens for split in splits.values())
         shard_bytes = sum(shard.bytes for split in splits.values() for shard in split.shards)
         histograms = (split.length_histogram for split in splits.values())
         return cls(
-            out=str(options.output),
+            out=str(inputs.output),
             files=ledger.files,
             left_out=left_out(corpus.binary),
             read_as_text=_markup(corpus.sources),
@@ -154,7 +152,7 @@ class Summary:
             validation=_validation(manifest) if options.validation != 0 else "",
             empty=ledger.empty,
             rejected=ledger.rejected,
-            first_reject=_first_reject(options.output, manifest) if ledger.rejected else "",
+            first_reject=_first_reject(inputs.output, manifest) if ledger.rejected else "",
             tokens=tokens,
             text_bytes=ledger.bytes,
             shard_bytes=shard_bytes,

@@ -332,7 +332,7 @@ def test_the_first_reject_too_many_ends_the_run_by_its_name(
     assert [reject["record"] for reject in rejects] == [2, 4, 5]
     lines = [3, 5, 6] if name == "a.jsonl" else [None] * 3
     assert [reject.get("line") for reject in rejects] == lines
-    for allowed, option in ((0, ("--strict",)), (2, ("--max-rejects", 2))):
+    for allowed, option in ((0, ("--max-rejects", 0)), (2, ("--max-rejects", 2))):
         message = error_of(path, tmp_path / "strict", "--tokenizer", tokenizer, *option)
         reject = rejects[allowed]
         assert f"{path}, record {reject['record']}: {reject['reason']}" in message

@@ -52,9 +52,9 @@ def test_address_in_place_of_path_is_rejected_without_secret(main: Any, words: l
 
 
 def test_paths_and_options_may_be_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = "a --strict b --exclude *.md c --exclude *.txt --workers=3 -"
+    words = "a --finish b --exclude *.md c --exclude *.txt --workers=3 -"
     monkeypatch.setattr("sys.argv", ["pretokenize", *words.split()])
     options = parse_options()
     assert options.paths == ("a", "b", "c", "-")
     assert options.exclude == ("*.md", "*.txt")
-    assert (options.workers, options.strict, options.json) == (3, True, False)
+    assert (options.workers, options.finish, options.json) == (3, True, False)

@@ -116,7 +116,7 @@ def options_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Options:
 
 def test_fields_are_named_together_or_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     together = ("--field", "text=body", "label=a=b")
-    apart = ("--field", "label=a=b", "--strict", "--field", "text=body")
+    apart = ("--field", "label=a=b", "--json", "--field", "text=body")
     for arguments in (together, apart):
         options = options_of(monkeypatch, "--task", "classify", *arguments)
         assert options.make_task().fields == {"body": FieldKind.TEXT, "a=b": FieldKind.LABEL}
