@@ -1,9 +1,8 @@
 """`tokenfeed doctor`: print what a bug report needs, as text or as JSON.
 
-It reads facts about the machine, reaches an address, and reads a data set for two seconds. Without
-a data set it makes a small one in a temporary folder. If a fact cannot be had, the reason is
-printed instead. The command ends with 1 if the address cannot be reached or the data set not be
-read.
+It reads facts about the machine, and reads a data set for two seconds. Without a data set it makes
+a small one in a temporary folder. If a fact cannot be had, the reason is printed instead. The
+command ends with 1 if the data set cannot be read.
 """
 
 import contextlib
@@ -17,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
@@ -25,8 +23,6 @@ import psutil
 
 from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.pipeline.feeding.placement import control_groups, num_cores, usable_cores
-from tokenfeed.pipeline.format.manifest import MANIFEST_FILE
-from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.pipeline.text import facts, public, without_secrets
 from tokenfeed.tools.shell.command_line import parse_command, text
 from tokenfeed.tools.shell.console import print_json, run_command
@@ -49,13 +45,11 @@ class Doctor:
     data_set: Annotated[str, text("DATA_SET")] | None = None
     """Output folder of `pretokenize`, or its address. Default: a small one that the command makes
     in a temporary folder."""
-    url: Annotated[str, text("URL")] | None = None
-    """Address to test by reading, such as the bucket of a data set. Writes nothing there."""
     json: bool = False
     """Print the facts as JSON."""
 
     def run(self) -> int:
-        """Print the facts. Return 1 if the address or the data set cannot be read."""
+        """Print the facts. Return 1 if the data set cannot be read."""
         found: dict[str, dict[str, Any]] = {
             "versions": _versions(),
             "machine": _tried(_machine),
@@ -63,8 +57,6 @@ class Doctor:
             "devices": _tried(_devices),
         }
         with _brief():
-            if self.url is not None:
-                found["address"] = {public(self.url): _tried(partial(_reach, self.url))}
             found["loader"] = {public(self.data_set or "a small data set"): _tried(self._read)}
         if self.json:
             print_json(found)
@@ -73,8 +65,7 @@ class Doctor:
                 print(
                     facts({title: facts({name: _shown(value) for name, value in values.items()})})
                 )
-        tests = (found["loader"], found.get("address", {}))
-        return int(any("error" in value for test in tests for value in test.values()))
+        return int(any("error" in value for value in found["loader"].values()))
 
     def _read(self) -> dict[str, Any]:
         if self.data_set:
@@ -128,16 +119,6 @@ def _machine() -> dict[str, Any]:
 
 def _gib(num_bytes: float) -> float:
     return round(num_bytes / 2**30, 2)
-
-
-def _reach(url: str) -> dict[str, Any]:
-    """Read the manifest at an address, whether or not there is one."""
-    start = time.perf_counter()
-    try:
-        found = f"{len(open_store(url).read(MANIFEST_FILE)):,} bytes"
-    except FileNotFoundError:
-        found = "missing"
-    return {"answers after, s": round(time.perf_counter() - start, 2), MANIFEST_FILE: found}
 
 
 def _limits() -> dict[str, Any]:

@@ -233,7 +233,7 @@ def test_no_command_shows_or_stores_secrets_of_addresses(
     ):
         go(shards.main, *words)
     go(report.main, at("run"))
-    go(doctor.main, "--data-set", at("set"), "--url", at("set"), "--json")
+    go(doctor.main, "--data-set", at("set"), "--json")
     cpu = ("--device", "cpu", "--eval-tokens", 1, "--sequence-length", 16, "--steps", 1)
     cpu += ("--micro-batch-tokens", 64, "--step-tokens", 64, "--run-dir", "OUT")
     go(train.main, "--shards", at("set"), *cpu)

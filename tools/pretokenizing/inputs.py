@@ -21,7 +21,7 @@ from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenizerError
 from tokenfeed.pipeline.format.manifest import FEW_ROWS
 from tokenfeed.pipeline.format.schema import token_dtype
-from tokenfeed.pipeline.format.store import LocalStore, Place, local_path
+from tokenfeed.pipeline.format.store import LocalStore, Place, local_path, open_place
 from tokenfeed.pipeline.text import public
 from tokenfeed.tools.corpus.field_paths import columns_of, nested, possible_columns
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
@@ -97,7 +97,8 @@ def find_inputs(options: Options, spool: Spool = tuple) -> Inputs:
         ConfigError: The input is in the output folder, or the output has other files.
         TokenizerError: The tokenizer or the chat template is invalid.
     """
-    output, state = options.output, state_of(options.output)
+    output = open_place(options.paths[-1])
+    state = state_of(output)
     tokenizer, files = None, ModelFiles()
     if options.tokenizer:
         json_bytes = fetch_tokenizer_json(options.tokenizer)

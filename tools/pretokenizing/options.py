@@ -14,7 +14,6 @@ from msgspec import Meta, ValidationError, convert
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.placement import usable_cores
 from tokenfeed.pipeline.format.schema import RESERVED_NAMES, Column
-from tokenfeed.pipeline.format.store import Place, open_place
 from tokenfeed.tools.corpus.field_paths import check_name
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
 from tokenfeed.tools.corpus.input_files import MAX_RECORD_BYTES, STANDARD_INPUT
@@ -165,11 +164,6 @@ class Options:
         return tuple(p if "://" in p else str(Path(p)) for p in map(str, self.paths[:-1]))
 
     @property
-    def output(self) -> Place:
-        """The folder or store that the last path names."""
-        return open_place(self.paths[-1])
-
-    @property
     def num_workers(self) -> int:
         """Number of processes on this machine."""
         return usable_cores() if self.workers == "auto" else self.workers
@@ -277,7 +271,19 @@ class Options:
                     f"`{flag_of(name)}` {getattr(self, name)}: is for a tokenizer that is trained, "
                     "and `--tokenizer` names one. Leave one of them out."
                 )
-        self._check_chat(given)
+        useless = {"chat_template", "template_argument"} if self.task != "chat" else set()
+        if self.task != "lm":
+            useless |= {"fim_rate", "fim_spm_rate"}
+        if self.task == "chat":
+            useless |= {"end_token", "add_special_tokens"}
+        if self.task == "ids":
+            useless |= {"add_special_tokens", "vocab_size", "special_tokens_in_text", "engine"}
+        for name in sorted(given & useless):
+            raise ConfigError(
+                f"`{flag_of(name)}` has no effect with `--task {self.task}`. Leave it out."
+            )
+        if self.task in _NEEDED and not self.tokenizer:
+            raise ConfigError(f"`--task {self.task}` needs `--tokenizer`: {_NEEDED[self.task]}.")
         if "" in self.exclude:
             raise ConfigError("`--exclude` is empty: expected a GLOB. Is a shell variable unset?")
         if "fim_spm_rate" in given and not self.fim_rate:
@@ -304,22 +310,6 @@ class Options:
             )
         if "workers" in given and "runner" in given:
             raise ConfigError(f"`--workers`: has no effect beside `{used[0]}`. Leave it out.")
-
-    def _check_chat(self, given: set[str]) -> None:
-        """Reject options that do not fit to conversations, token ids, or other tasks."""
-        useless = {"chat_template", "template_argument"} if self.task != "chat" else set()
-        if self.task != "lm":
-            useless |= {"fim_rate", "fim_spm_rate"}
-        if self.task == "chat":
-            useless |= {"end_token", "add_special_tokens"}
-        if self.task == "ids":
-            useless |= {"add_special_tokens", "vocab_size", "special_tokens_in_text", "engine"}
-        for name in sorted(given & useless):
-            raise ConfigError(
-                f"`{flag_of(name)}` has no effect with `--task {self.task}`. Leave it out."
-            )
-        if self.task in _NEEDED and not self.tokenizer:
-            raise ConfigError(f"`--task {self.task}` needs `--tokenizer`: {_NEEDED[self.task]}.")
 
 
 def _check_encoding(name: str) -> None:

@@ -55,7 +55,8 @@ def run_units(run: Prepared, records: RunRecords) -> Prepared:
         CorpusError: There are more rejects than allowed.
         KeyboardInterrupt: The message says how many units are finished.
     """
-    with _saying_what_is_kept(run, records):
+    num_units = records.part.num_units(len(run.units))
+    with _saying_what_is_kept(num_units, records, run.task.risk):
         if run.is_fast and not records.engine_rejected:
             try:
                 _encode_all(run, records)
@@ -72,7 +73,7 @@ def run_units(run: Prepared, records: RunRecords) -> Prepared:
 
 
 @contextlib.contextmanager
-def _saying_what_is_kept(run: Prepared, records: RunRecords) -> Iterator[None]:
+def _saying_what_is_kept(num_units: int, records: RunRecords, risk: str) -> Iterator[None]:
     """Add the number of recorded units to an interruption and to the death of a worker.
 
     Raises:
@@ -80,7 +81,6 @@ def _saying_what_is_kept(run: Prepared, records: RunRecords) -> Iterator[None]:
     """
 
     def kept() -> str:
-        num_units = records.part.num_units(len(run.units))
         return (
             f"{len(records.results):,} of {num_units:,} units are finished and kept; the same "
             "command continues with the others."
@@ -91,7 +91,7 @@ def _saying_what_is_kept(run: Prepared, records: RunRecords) -> Iterator[None]:
     except KeyboardInterrupt:
         raise KeyboardInterrupt(kept()) from None
     except WorkerDied as died:
-        raise TokenfeedError(f"{died}{run.task.risk}; {kept()}") from None
+        raise TokenfeedError(f"{died}{risk}; {kept()}") from None
     except FileNotFoundError:
         records.check()
         raise
