@@ -27,7 +27,7 @@ from tokenfeed.trainer.stall import StallMeter
 STEP_SECONDS = 0.02
 BLOCK_STEPS, BLOCKS = 50, 20
 MICRO_BATCHES = 2
-USUAL_LOOPS, NEW_LOOPS, FIRST_SEED, PROCESSES = 1500, 90, 10_000, 2
+USUAL_LOOPS, NEW_LOOPS, LOOPS_ON_RANKS, FIRST_SEED, PROCESSES = 1500, 90, 200, 10_000, 2
 
 Pause = Callable[[], None]
 
@@ -107,7 +107,8 @@ def main() -> None:
         pauses = (("between work", worker()), ("between sleeps", sleep))
         results = [overhead(name, pause, blocks, steps) for name, pause in pauses]
     else:
-        loops = loops_of(6, 1) if options.small else loops_of(USUAL_LOOPS, NEW_LOOPS, FIRST_SEED)
+        counts = (6, 1, 1) if options.small else (USUAL_LOOPS, NEW_LOOPS, LOOPS_ON_RANKS)
+        loops = loops_of(*counts, 0 if options.small else FIRST_SEED)
         results = summaries([*judge_all(loops, PROCESSES)])
     for entry in results:
         print(json.dumps(entry))

@@ -114,14 +114,14 @@ def judge_all(loops: Iterable[Loop], processes: int) -> Iterator[Judgement]:
         yield from pool.map(judge_one, loops, chunksize=4)
 
 
-def loops_of(usual: int, each_new: int, first: int = 0) -> list[Loop]:
-    """Return random loops: some of the family that the method was chosen with, some new ones."""
+def loops_of(usual: int, each_new: int, on_ranks: int, first: int = 0) -> list[Loop]:
+    """Return random loops: some of the family that the method was chosen with, some new ones.
+
+    A loop of 8 ranks takes seven times as long as a usual one. One of its ranks is judged.
+    """
+    counts = dict.fromkeys(FAMILIES, each_new) | {"8 ranks": on_ranks}
     loops = [draw(first + seed) for seed in range(usual)]
-    return loops + [
-        draw_new(name, first + seed)
-        for name in FAMILIES
-        for seed in range(each_new if name != "8 ranks" else max(1, 2 * each_new // 3))
-    ]
+    return loops + [draw_new(name, first + at) for name in FAMILIES for at in range(counts[name])]
 
 
 GROUPS: dict[str, Callable[[Loop], object]] = {
