@@ -1,5 +1,6 @@
 """A loop is measured unchanged, and the process is afterwards as it was before."""
 
+import contextlib
 import copy
 import cProfile
 import gc
@@ -12,7 +13,6 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +20,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import tokenfeed
-from tokenfeed.trainer.watch import watch as module
 from tokenfeed.trainer.watch.watch import Watch
 
 torch.set_num_threads(1)
@@ -111,30 +110,17 @@ def train(model: Model, steps: int, data: Iterator[Any] | None = None) -> None:
 train(Model(), 1)  # torch imports more, which changes filters of warnings
 
 
-def test_watch_restores_everything_twice() -> None:
+def test_watch_restores_everything_twice_and_after_an_error() -> None:
     before = state()
     for _ in range(2):
-        with tokenfeed.watch() as running:
+        running = Watch()
+        with contextlib.suppress(ZeroDivisionError), running:
             train(Model(), 12)
+            raise ZeroDivisionError
         after = state()
         assert running.report.queued_steps == 12
         for name, value in before.items():
             assert after[name] == value, name
-
-
-def test_watch_restores_everything_after_error() -> None:
-    before = state()
-    running = Watch()
-
-    def fail() -> None:
-        with running:
-            train(Model(), 8)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert state() == before
-    assert running.report.queued_steps == 8
 
 
 def test_watches_that_overlap_restore_everything() -> None:
@@ -269,34 +255,29 @@ def counted(loop: Any) -> Any:
     return running.run
 
 
-def test_gan_counts_steps_of_the_leader(capfd: pytest.CaptureFixture[str]) -> None:
+def backward(model: Model, factor: float = 1.0) -> None:
+    (model(torch.ones(4, 8)) * factor).backward()
+
+
+def gan() -> None:
     first, second = Model(), Model()
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.0) for each in (first, second)]
-
-    def loop() -> None:
-        for _ in range(10):
-            for number in (1, 0, 0, 0):
-                (first, second)[number](torch.ones(4, 8)).backward()
-                optimizers[number].step()
-
-    assert counted(loop).steps in (30, 31)  # the other optimizer led first
-    assert "Adam, number 2 of 2 optimizers" in capfd.readouterr().err
+    for _ in range(10):
+        for number in (1, 0, 0, 0):
+            backward((first, second)[number])
+            optimizers[number].step()
 
 
-def test_two_optimizers_of_an_update_count_once() -> None:
+def optimizer_for_each_weight() -> None:
     model = Model()
     parts = [torch.optim.SGD([each], lr=0.0) for each in model.parameters()]
-
-    def loop() -> None:
-        for _ in range(20):
-            model(torch.ones(4, 8)).backward()
-            for each in parts:
-                each.step()
-
-    assert counted(loop).steps == 20
+    for _ in range(20):
+        backward(model)
+        for each in parts:
+            each.step()
 
 
-def test_subclass_that_calls_the_step_of_its_base_counts_once() -> None:
+def subclass_that_calls_its_base() -> None:
     class Own(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             return super().step(closure)
@@ -304,14 +285,69 @@ def test_subclass_that_calls_the_step_of_its_base_counts_once() -> None:
     base = torch.optim.SGD(Model().parameters(), lr=0.0)  # torch wraps its method from now on
     model = Model()
     optimizer = Own(model.parameters(), lr=0.0)
+    for _ in range(20):
+        backward(model)
+        optimizer.step()
+    base.step()
 
-    def loop() -> None:
-        for _ in range(20):
-            model(torch.ones(4, 8)).backward()
-            optimizer.step()
-        base.step()
 
-    assert counted(loop).steps == 20
+def scaler_that_skips() -> None:
+    model = Model()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.0), torch.amp.GradScaler("cpu")
+    for number in range(40):
+        loss = scaler.scale(model(torch.ones(4, 8)))
+        (loss * (float("inf") if number in (7, 8, 20, 39) else 1)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def no_optimizer() -> None:
+    model = Model()
+    for _ in range(40):
+        backward(model)
+
+
+def late_optimizer() -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(8):
+        for _ in range(40):
+            backward(model)
+        optimizer.step()
+
+
+def compiled_step() -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    weight = model.layers[0].weight.clone()  # type: ignore[union-attr,operator]
+    step = torch.compile(lambda: optimizer.step(), backend="eager")
+    for _ in range(20):
+        model(torch.rand(4, 8)).backward()
+        step()
+    assert not torch.equal(weight, model.layers[0].weight)  # type: ignore[arg-type,union-attr]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, when it compiles
+@pytest.mark.parametrize(
+    ("loop", "steps", "words"),
+    [
+        (gan, (30, 31), "Adam, number 2 of 2 optimizers"),  # the other optimizer led first
+        (optimizer_for_each_weight, (20,), "of 4 optimizers"),
+        (subclass_that_calls_its_base, (20,), "20 steps, at last of Own"),
+        (scaler_that_skips, (40,), "40 steps of SGD; the scaler skipped 4 of them"),
+        (no_optimizer, (24,), "24 steps, which are backward passes"),  # 16 are needed to be sure
+        (late_optimizer, (8,), "8 steps of SGD"),
+        (compiled_step, (4, 19, 20), "steps"),
+    ],
+)
+def test_steps_of_a_loop_are_counted(
+    loop: Any, steps: tuple[int, ...], words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = counted(loop)
+    assert run.steps in steps
+    assert run.report.queued_steps == run.steps
+    assert words in capfd.readouterr().err
 
 
 def test_optimizers_that_are_gone_are_forgotten() -> None:
@@ -322,76 +358,6 @@ def test_optimizers_that_are_gone_are_forgotten() -> None:
             gc.collect()
         assert len(running._trained) <= 1
     assert len(running.run.optimizers) == 6
-
-
-def test_second_training_takes_over() -> None:
-    def loop() -> None:
-        train(Model(), 10)
-        gc.collect()
-        train(Model(), 15)
-
-    assert counted(loop).steps in (24, 25)
-
-
-def test_scaler_counts_skipped_steps(capfd: pytest.CaptureFixture[str]) -> None:
-    model = Model()
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.0), torch.amp.GradScaler("cpu")
-
-    def loop() -> None:
-        for number in range(40):
-            loss = scaler.scale(model(torch.ones(4, 8)))
-            (loss * (float("inf") if number in (7, 8, 20, 39) else 1)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-
-    run = counted(loop)
-    assert (run.steps, run.skipped) == (40, 4)
-    assert "40 steps of SGD; the scaler skipped 4 of them" in capfd.readouterr().err
-
-
-def test_loop_without_optimizer_counts_backward_passes(capfd: pytest.CaptureFixture[str]) -> None:
-    model = Model()
-
-    def loop() -> None:
-        for _ in range(40):
-            model(torch.ones(4, 8)).backward()
-
-    assert counted(loop).steps == 24  # 16 are needed to be sure
-    assert "steps, which are backward passes" in capfd.readouterr().err
-
-
-def test_late_optimizer_ends_the_count_of_backward_passes() -> None:
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-
-    def loop() -> None:
-        for _ in range(8):
-            for _ in range(40):
-                model(torch.ones(4, 8)).backward()
-            optimizer.step()
-
-    run = counted(loop)
-    assert (run.steps, run.report.queued_steps, run.by_optimizer) == (8, 8, True)
-
-
-@pytest.mark.filterwarnings("ignore")  # torch's own, when it compiles
-def test_compiled_step_still_trains() -> None:
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    weight = model.layers[0].weight.clone()  # type: ignore[union-attr,operator]
-
-    @torch.compile(backend="eager")
-    def step() -> None:
-        optimizer.step()
-
-    def loop() -> None:
-        for _ in range(20):
-            model(torch.rand(4, 8)).backward()
-            step()
-
-    assert counted(loop).steps > 0
-    assert not torch.equal(weight, model.layers[0].weight)  # type: ignore[arg-type,union-attr]
 
 
 class Naps:
@@ -407,26 +373,6 @@ def tolerance(report: Any) -> float:
 
     Waits are long, so that two points are milliseconds a step."""
     return 0.02 + 0.1 * float(report.core_wait or 0.0)
-
-
-def test_slow_items_are_data() -> None:
-    model, waits = Model(0.04), Naps()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    waited = 0.0
-    with tokenfeed.watch() as running:
-        batches = iter(DataLoader(Items(10_000, 0.02), batch_size=4))
-        for number in range(21):
-            began = time.perf_counter()
-            batch = next(batches)
-            waits.slept += time.perf_counter() - began
-            model(batch).backward()
-            optimizer.step()
-            if number == 4:
-                waited = waits.slept
-    report = running.report
-    expected = share(waits.slept - waited, report)
-    assert report.causes["data"].fraction == pytest.approx(expected, abs=tolerance(report))
-    assert report.verdict in ("WAITS FOR DATA", "SHORT OF CORES")
 
 
 @pytest.mark.parametrize("calls_train", [True, False])
@@ -545,30 +491,6 @@ def test_eval_of_a_part_or_of_a_teacher_is_no_evaluation() -> None:
     assert running.report.causes["evaluation"].seconds == 0
 
 
-def test_saving_is_checkpoint(tmp_path: Path) -> None:
-    class Slow(io.BytesIO):
-        def write(self, data: Any) -> int:
-            time.sleep(0.01)
-            return super().write(data)
-
-    model, naps, slept = Model(0.04), Naps(), 0.0
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with tokenfeed.watch() as running:
-        for number in range(40):
-            model(torch.ones(4, 8)).backward()
-            optimizer.step()
-            if number == 4:
-                slept = naps.slept
-            if number % 8 == 7 and number < 39:
-                began = time.perf_counter()
-                torch.save(model.state_dict(), Slow())
-                naps.slept += time.perf_counter() - began
-    report = running.report
-    expected = share(naps.slept - slept, report)
-    assert expected > 0.1
-    assert report.causes["checkpoint"].fraction == pytest.approx(expected, abs=tolerance(report))
-
-
 def test_time_after_last_step_is_in_the_run_line(capfd: pytest.CaptureFixture[str]) -> None:
     model = Model()
     with tokenfeed.watch() as running:
@@ -598,17 +520,6 @@ def test_training_in_another_thread_is_measured() -> None:
     run = counted(loop)
     assert run.steps == 20
     assert run.report.causes["checkpoint"].seconds == 0
-
-
-def test_hooks_do_nothing_in_another_process() -> None:
-    with tokenfeed.watch() as running:
-        train(Model(), 10)
-        module._after_fork_in_child()  # as a fork of this process does
-        train(Model(), 10)
-        torch.save({}, io.BytesIO())
-        assert not running.run.parts
-        running.is_on = True
-    assert running.run.steps == 10
 
 
 def test_step_of_a_plain_loop_makes_few_calls() -> None:
@@ -681,26 +592,6 @@ def test_steps_limit_ends_the_cost_and_prints_at_once(capfd: pytest.CaptureFixtu
     assert "10 measured steps" in found
     assert running.report.steps == 10
     assert capfd.readouterr().err == ""
-
-
-def test_snapshot_tells_that_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_SNAPSHOT_S", 0.0)
-    with tokenfeed.watch(tmp_path):
-        train(Model(), 10)
-        text = (tmp_path / "report.json").read_text()
-        assert '"finished": false' in text
-        assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
-    assert '"finished": true' in (tmp_path / "report.json").read_text()
-    assert (tmp_path / "report.html").exists()
-
-
-def test_nothing_is_written_without_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with tokenfeed.watch():
-        train(Model(), 10)
-    assert [*tmp_path.iterdir()] == []
 
 
 def test_mapping_batches_count_tokens() -> None:
