@@ -37,6 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenfeed.trainer.stall.causes import CAUSES, Cause
+from tokenfeed.trainer.stall.reading import StallReading
 
 Array = npt.NDArray[np.float64]
 
@@ -115,22 +116,6 @@ class TracedStep:
     copying: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Idle:
-    """Idle seconds of all steps so far, left-out steps included."""
-
-    seconds: float
-    gaps: dict[Cause, float]
-    """Exact idle seconds in brackets, by cause."""
-    inside: tuple[float, float, float]
-    """Idle seconds inside the work: likely, least, most. The least may be below 0: marks take lead
-    that is missing in a later gap."""
-    inside_causes: dict[Cause, float]
-    """`inside[0]`, split into launch, wait, communication and copy."""
-    is_inside_measured: bool
-    """False without a valid trace: then `inside` is (0, 0, the work that is not proven ahead)."""
-
-
 class Accounts:
     """Add steps and traced steps; read the idle seconds of the run so far at any time.
 
@@ -162,10 +147,14 @@ class Accounts:
         number of the latter."""
         self._guessed = 0.0
         """Variance of the seconds of left-out steps, given those that stand for them."""
+        self._steps = self._tokens = self._slots = 0
 
     def add(self, step: Step) -> None:
         """Add a step. Numbers must grow."""
         self._recent.append(step)
+        self._steps += 1
+        self._tokens += step.tokens
+        self._slots += step.slots
         if len(self._recent) >= _FOLD_AT:
             self._sums, self._extra, self._gaps, self._guessed = self._totals()
             self._recent = []
@@ -177,8 +166,11 @@ class Accounts:
             self._times.append(sum(step.number for step in steps) / len(steps))
             self._sums = np.concatenate([self._sums, np.zeros_like(self._sums[:1])])
 
-    def read(self) -> Idle:
-        """Return the idle seconds of all steps so far."""
+    def read(self) -> StallReading:
+        """Return the idle seconds of all steps so far, left-out steps included.
+
+        Without a valid trace, the most idle seconds are the work that is not proven ahead.
+        """
         sums, extra, gaps, guessed = self._totals()
         whole = sums.sum(0)
         # Gaps of most steps are those of the usable steps. Rare gaps are known of all steps.
@@ -194,11 +186,15 @@ class Accounts:
             left = _DEVIATIONS * guessed**0.5 * (1 - (outside.sum() + likely) / seconds)
             least = likely - _length(likely - least, left)
             inside = likely, least, likely + _length(most - likely, left)
-        return Idle(
+        return StallReading(
+            steps=self._steps,
+            tokens=self._tokens,
+            slots=self._slots,
             seconds=seconds,
             gaps={c: float(each) for c, each in zip(CAUSES, outside, strict=True) if each},
-            inside=inside,
-            inside_causes=self._split(inside[0]),
+            inside=self._split(inside[0]),
+            least=inside[1],
+            most=inside[2],
             is_inside_measured=is_measured,
         )
 
@@ -397,9 +393,9 @@ class Accounts:
         }
         idle = sum(max(0.0, step.span - step.busy) for step in self._traced)
         parts["launch"] = max(0.0, idle - sum(parts.values()))
-        if not (whole := sum(parts.values())):
-            return {"launch": inside}
-        return {cause: inside * part / whole for cause, part in parts.items()}
+        whole = sum(parts.values())
+        parts = parts if whole else {"launch": 1.0}
+        return {cause: inside * part / (whole or 1.0) for cause, part in parts.items() if part}
 
 
 def _column(traced: list[TracedStep], name: str) -> Array:

@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -146,7 +147,7 @@ class StallMeter:
         self._ranks: list[RankStall] = []
         self._group: Any = None
         self._loader: Loader | None = None
-        self._number = self._steps = self._tokens = self._slots = self._unseen = 0
+        self._number = self._unseen = 0
         self.knows_padding = False
         """Whether a step has said its slots."""
         self._next_read = 0
@@ -280,18 +281,9 @@ class StallMeter:
         return self._reading()
 
     def _reading(self) -> StallReading:
-        idle = self._accounts.read()
-        return StallReading(
-            steps=self._steps,
-            tokens=self._tokens,
-            slots=self._slots,
-            seconds=idle.seconds,
-            gaps=idle.gaps,
-            inside={cause: part for cause, part in idle.inside_causes.items() if part},
-            least=idle.inside[1],
-            most=idle.inside[2],
-            is_inside_measured=idle.is_inside_measured or not self._clock.is_beside_host,
-        )
+        reading = self._accounts.read()
+        is_host = not self._clock.is_beside_host  # a CPU, whose idle time is in gaps
+        return replace(reading, is_inside_measured=True) if is_host else reading
 
     def latest_steps(self) -> StepSeconds | None:
         """Return figures of the steps since the previous call, at most the latest 4,096; None
@@ -403,9 +395,6 @@ class StallMeter:
         if step.number < self._warmup:
             return
         self._accounts.add(step)
-        self._steps += 1
-        self._tokens += step.tokens
-        self._slots += step.slots
         self._unseen += not step.is_seen
         seconds = step.work + sum(step.gaps.values())
         self._latest.append(seconds)

@@ -22,7 +22,8 @@ class StallReading:
     """Idle seconds inside the work, by cause: an estimate from traces."""
     least: float = 0.0
     most: float = 0.0
-    """Least and most idle seconds inside the work."""
+    """Least and most idle seconds inside the work. The least may be below 0: marks take lead that
+    is missing in a later gap."""
     is_inside_measured: bool = True
 
     @property

@@ -18,8 +18,8 @@ import pytest
 
 from benchmarks.stall.loops import FAMILIES, Loop, draw, draw_new, run
 from benchmarks.stall.simulated import SLACK, judge, run_metered
-from tokenfeed.trainer.stall import idle, meter, traces
-from tokenfeed.trainer.stall.idle import Accounts, Idle, Step, TracedStep
+from tokenfeed.trainer.stall import StallReading, idle, meter, traces
+from tokenfeed.trainer.stall.idle import Accounts, Step, TracedStep
 
 # exact cases
 
@@ -33,17 +33,6 @@ def step(number: int, work: float = 0.01, **figures: Any) -> Step:
 def traced(number: int, busy: float, trace: int, **figures: Any) -> TracedStep:
     usual: dict[str, Any] = {"size": 1.0, "kernels": 0, "span": 0.01}
     return TracedStep(number=number, busy=busy, trace=trace, **(usual | figures))
-
-
-def share_of(read: Idle) -> float:
-    """The likely share of time in which the device was idle."""
-    return (sum(read.gaps.values()) + read.inside[0]) / read.seconds
-
-
-def interval_of(read: Idle) -> tuple[float, float]:
-    """The least and most share of time in which the device was idle."""
-    low, high = ((sum(read.gaps.values()) + end) / read.seconds for end in read.inside[1:])
-    return max(0.0, low), min(1.0, high)
 
 
 def filled(
@@ -65,34 +54,34 @@ def test_accounts_steady_device_reports_work_minus_busy() -> None:
     traces = {at: [traced(at, 0.007, at)] for at in (10, 50, 90)}
     read = filled(100, traces).read()
     assert read.seconds == pytest.approx(1.0)
-    assert read.inside[0] == pytest.approx(0.3)
-    low, high = interval_of(read)
+    assert sum(read.inside.values()) == pytest.approx(0.3)
+    low, high = read.interval()
     assert (low, high) == pytest.approx((0.3 - 0.003 * 0.7, 0.3 + 0.003 * 0.7))
 
 
 def test_accounts_speed_change_widens_interval_as_documented() -> None:
     read = filled(100, {0: [traced(0, 0.007, 1)], 99: [traced(99, 0.008, 2)]}).read()
-    assert read.inside[0] == pytest.approx(0.25, abs=1e-4)
-    assert read.inside[2] - read.inside[0] == pytest.approx(100 * 0.001, rel=0.01)
+    assert sum(read.inside.values()) == pytest.approx(0.25, abs=1e-4)
+    assert read.most - sum(read.inside.values()) == pytest.approx(100 * 0.001, rel=0.01)
 
 
 def test_accounts_step_queued_in_time_is_not_idle() -> None:
     traces = {at: [traced(at, 0.007, at)] for at in (10, 90)}
     read = filled(100, traces, lambda number: step(number, ahead=0.01)).read()
-    assert read.inside == (0.0, 0.0, 0.0)
+    assert (sum(read.inside.values()), read.least, read.most) == (0.0, 0.0, 0.0)
 
 
 def test_accounts_ahead_step_that_waits_for_other_ranks_is_idle() -> None:
     traces = {at: [traced(at, 0.007, at, exchanging=0.003)] for at in (10, 90)}
     read = filled(100, traces, lambda number: step(number, ahead=0.01)).read()
-    assert read.inside[0] == pytest.approx(0.3)
-    assert read.inside_causes["communication"] == pytest.approx(0.3)
+    assert sum(read.inside.values()) == pytest.approx(0.3)
+    assert read.inside["communication"] == pytest.approx(0.3)
 
 
 def test_accounts_without_trace_reports_gaps_and_bound() -> None:
     read = filled(100, {}, lambda number: step(number, ahead=0.004, gaps={"data": 0.002})).read()
     assert not read.is_inside_measured
-    assert read.inside == pytest.approx((0.0, 0.0, 0.6))
+    assert (sum(read.inside.values()), read.least, read.most) == pytest.approx((0.0, 0.0, 0.6))
     assert read.gaps == {"data": pytest.approx(0.2)}
 
 
@@ -158,7 +147,7 @@ def test_accounts_steps_left_out_widen_interval_as_much_as_steps_differ() -> Non
             return step(number, 0.01, gaps=gaps, is_usable=not 40 <= number % 100 < 60)
 
         read = filled(400, {at: [traced(at, 0.01, at)] for at in (40, 140, 240)}, make).read()
-        low, high = interval_of(read)
+        low, high = read.interval()
         held.append(float(low <= waits.sum() / (4 + waits.sum()) <= high))
         widths.append(high - low)
     assert statistics.mean(held) > 0.8  # 1.6 standard deviations: 0.89
@@ -177,7 +166,7 @@ def test_accounts_million_steps_stay_small_and_quick_to_read() -> None:
         return filled(steps, traces, make)
 
     short, long = accounts_of(2000, 100), accounts_of(200_000, 500)
-    assert share_of(long.read()) == pytest.approx(share_of(short.read()), abs=0.002)
+    assert long.read().fraction == pytest.approx(short.read().fraction, abs=0.002)
     size = sum(array.nbytes for array in vars(long).values() if isinstance(array, np.ndarray))
     assert size < 300_000
     assert len(long._recent) < 2000
@@ -198,7 +187,9 @@ class Recorded:
     truth: float
     events: list[Step | list[TracedStep]]
 
-    def read(self, change: Callable[[Any], Any] = lambda event: event, **options: float) -> Idle:
+    def read(
+        self, change: Callable[[Any], Any] = lambda event: event, **options: float
+    ) -> StallReading:
         """Read accounts with these events. `change` may drop or alter an event."""
         accounts = Accounts(**options)
         for event in map(change, self.events):
@@ -255,8 +246,8 @@ def recorded() -> list[Recorded]:
     return found
 
 
-def holds(each: Recorded, read: Idle, slack: float = SLACK) -> bool:
-    low, high = interval_of(read)
+def holds(each: Recorded, read: StallReading, slack: float = SLACK) -> bool:
+    low, high = read.interval()
     return low - slack <= each.truth <= high + slack
 
 
@@ -267,12 +258,12 @@ def share_held(
 
 
 def width(found: list[Recorded], *arguments: Any, **options: Any) -> float:
-    intervals = [interval_of(each.read(*arguments, **options)) for each in found]
+    intervals = [each.read(*arguments, **options).interval() for each in found]
     return statistics.median(high - low for low, high in intervals)
 
 
 def worst(found: list[Recorded], *arguments: Any, **options: Any) -> list[float]:
-    return sorted(abs(share_of(each.read(*arguments, **options)) - each.truth) for each in found)
+    return sorted(abs(each.read(*arguments, **options).fraction - each.truth) for each in found)
 
 
 @pytest.mark.slow
@@ -305,7 +296,7 @@ def test_one_trace_is_not_valid_for_ever(recorded: list[Recorded]) -> None:
         seen.add(id(event))
         return event if len(seen) == 1 else []
 
-    def read(each: Recorded) -> Idle:
+    def read(each: Recorded) -> StallReading:
         seen.clear()
         return each.read(first_only)
 
@@ -378,7 +369,7 @@ def test_bound_of_marks_is_true_but_useless(recorded: list[Recorded]) -> None:
     loops = _behind(recorded)
     reads = [each.read(lambda event: event if isinstance(event, Step) else []) for each in loops]
     assert not any(read.is_inside_measured for read in reads)
-    assert statistics.median(read.inside[2] / read.seconds for read in reads) > 0.5
+    assert statistics.median(read.most / read.seconds for read in reads) > 0.5
 
 
 SMALL_KERNELS = Loop(seed=1, regime="behind", kernels=250, kernel=5e-6, launch=7e-6, steps=400)
