@@ -46,22 +46,15 @@ def make_optimizer(
     """Return an optimizer of the weights that are trainable now. `set_learning_rate` sets its rate.
 
     Only weights with two dimensions or more decay, so biases and gains of norms do not. A model
-    without hidden matrices is trained by AdamW alone, also under the name muon. Modules with
-    `by_gradient` are trained as by SGD with momentum. Their rate is so many times that of AdamW.
-    `dtype` is the half precision of Muon's products.
+    without hidden matrices is trained by AdamW alone, also under the name muon. `dtype` is the half
+    precision of Muon's products.
     """
     matrices = hidden_matrices(model) if name == "muon" else {}
-    by_gradient = [module for module in model.modules() if getattr(module, "by_gradient", None)]
-    plain = set().union(*map(_ids, by_gradient))
     rest = [p for p in model.parameters() if p.requires_grad and p not in matrices]
-    adam = [p for p in rest if id(p) not in plain]
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in adam if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in adam if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
     ]
-    for module in by_gradient:  # beside this epsilon, the second moment of AdamW is nothing
-        settings = {"weight_decay": 0.0, "eps": 1.0, "times": module.by_gradient}
-        groups.append({"params": [p for p in module.parameters() if p.requires_grad], **settings})
     adamw = torch.optim.AdamW(groups, betas=betas, eps=epsilon, fused=True)
     if not matrices:
         return adamw
@@ -72,7 +65,7 @@ def make_optimizer(
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Use `rate` from the next step on."""
     for group in optimizer.param_groups:
-        group["lr"] = rate * group.get("times", 1.0)
+        group["lr"] = rate
 
 
 def learning_rate(

@@ -130,15 +130,12 @@ class Task:
         return self.loss_of(model(micro_batch), micro_batch)
 
     def loss_of(self, logits: Tensor, micro_batch: MicroBatch) -> Loss:
-        """Return the loss of existing logits, with a softmax in fp32. Logits of several models have
-        one more dimension, the first, and the loss is the mean of theirs."""
+        """Return the loss of existing logits, summed over targets, with a softmax in fp32."""
         targets = micro_batch.targets
-        wanted = targets.expand(logits.shape[:-1])
         summed = F.cross_entropy(
-            logits.flatten(0, -2).float(), wanted.flatten(), ignore_index=IGNORED, reduction="sum"
+            logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
         )
-        models = len(logits) if wanted.dim() > targets.dim() else 1
-        return Loss(summed / models, (targets != IGNORED).sum())
+        return Loss(summed, (targets != IGNORED).sum())
 
     def losses(self, model: Any, micro_batch: MicroBatch) -> Tensor:
         """Return the loss of each target, 0 without one, in the shape of the targets. Without
