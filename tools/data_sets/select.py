@@ -21,7 +21,6 @@ import msgspec
 import numpy as np
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.format.kinds import Kind, kinds_of
 from tokenfeed.pipeline.format.manifest import (
     MANIFEST_FILE,
     REJECTS_FILE,
@@ -34,7 +33,7 @@ from tokenfeed.pipeline.format.manifest import (
     length_histogram,
     read_checked,
 )
-from tokenfeed.pipeline.format.schema import INPUT_IDS, KINDS, ORIGIN_FILE, ORIGIN_RECORD, Rows
+from tokenfeed.pipeline.format.schema import INPUT_IDS, ORIGIN_FILE, ORIGIN_RECORD
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.shard_writer import ShardWriter
 from tokenfeed.pipeline.format.storage import atomic_folder
@@ -44,7 +43,6 @@ from tokenfeed.pipeline.remote.retrying import results_of
 from tokenfeed.pipeline.text import count_of
 from tokenfeed.tools.data_sets.cat import DataSet
 from tokenfeed.tools.data_sets.copy import AT_ONCE, fetch
-from tokenfeed.tools.encoding.fim import FIM_ROWS
 from tokenfeed.tools.jobs.crew import Done
 from tokenfeed.tools.jobs.progress_bar import Bar
 from tokenfeed.tools.shell.command_line import text
@@ -333,10 +331,8 @@ class _Left(NamedTuple):
     """Input files of the kept rows, ascending."""
     rows: np.ndarray
     """Kept rows of each of `files`."""
-    removed_lengths: np.ndarray
-    """Histogram of the lengths of removed rows."""
-    removed_kinds: np.ndarray
-    """Tokens of removed rows by kind, int64."""
+    histogram: np.ndarray
+    """Kept rows by length."""
 
 
 def _left_of(
@@ -361,20 +357,18 @@ def _left_of(
 
 def _left(chosen: _Chosen, store: Store, manifest: Manifest, work: Path, info: ShardInfo) -> _Left:
     """Read a shard. Link it if it keeps all of its rows, and write it again if it keeps some."""
-    only = (INPUT_IDS, KINDS, ORIGIN_FILE, ORIGIN_RECORD)
+    only = (INPUT_IDS, ORIGIN_FILE, ORIGIN_RECORD)
     reader = ShardReader.open(store, manifest, info, only=only)
     masks: list[np.ndarray] = []
     files: list[np.ndarray] = []
-    lengths, kinds = length_histogram(np.empty(0)), np.zeros(len(Kind), np.int64)
+    histogram = length_histogram(np.empty(0))
     for batch in range(info.batches):
         rows, _ = reader.read(batch)
         origins = rows.per_row[ORIGIN_FILE]
         mask = chosen.kept(origins, rows.per_row[ORIGIN_RECORD])
         masks.append(mask)
         files.append(origins[mask])
-        if not mask.all():
-            removed_lengths, removed_kinds = _counted(rows.where(~mask))
-            lengths, kinds = lengths + removed_lengths, kinds + removed_kinds
+        histogram += length_histogram(rows.lengths[mask])
     kept_files, kept_rows = np.unique(np.concatenate(files), return_counts=True)
     made: ShardInfo | None = None
     is_linked = False
@@ -388,7 +382,7 @@ def _left(chosen: _Chosen, store: Store, manifest: Manifest, work: Path, info: S
                 rows, _ = reader.read(batch)
                 writer.append(rows.where(mask))
         made = writer.info
-    return _Left(made, is_linked, kept_files, kept_rows, lengths, kinds)
+    return _Left(made, is_linked, kept_files, kept_rows, histogram)
 
 
 def _link(info: ShardInfo, store: Store, path: Path) -> bool:
@@ -402,12 +396,6 @@ def _link(info: ShardInfo, store: Store, path: Path) -> bool:
     return False
 
 
-def _counted(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
-    """Return the histogram of the lengths of rows, and their tokens by kind."""
-    kinds = kinds_of(rows.per_token.get(KINDS, np.empty(0, np.uint8)))
-    return length_histogram(rows.lengths), np.bincount(kinds, minlength=len(Kind))
-
-
 def _described(
     store: Store, manifest: Manifest, chosen: _Chosen, left: dict[str, list[_Left]]
 ) -> tuple[Manifest, dict[str, bytes]]:
@@ -417,10 +405,9 @@ def _described(
         ConfigError: No row is left.
     """
     splits: dict[str, SplitInfo] = {}
-    for name, split in manifest.splits.items():
+    for name in manifest.splits:
         shards = tuple(shard.info for shard in left[name] if shard.info)
-        removed_lengths = sum(shard.removed_lengths for shard in left[name])
-        histogram = np.array(split.length_histogram) - removed_lengths
+        histogram = sum((s.histogram for s in left[name]), length_histogram(np.empty(0)))
         if shards or name == "train":
             splits[name] = SplitInfo(shards=shards, length_histogram=tuple(histogram.tolist()))
     if not any(split.shards for split in splits.values()):
@@ -441,7 +428,7 @@ def _described(
         ledger=RecordCounts.of(lines),
         sources=file_info(SOURCES_FILE, sources),
         rejects=file_info(REJECTS_FILE, rejects),
-        counts=_counts(manifest.counts, np.sum([shard.removed_kinds for shard in every], axis=0)),
+        counts=manifest.counts if lines == chosen.lines else None,  # not known of some rows
     )
     files |= {SOURCES_FILE: sources, REJECTS_FILE: rejects, MANIFEST_FILE: made.encoded()}
     return made, files
@@ -480,14 +467,3 @@ def _sources(
             new = {"path": "", "bytes": 0} | {key: new[key] for key in kept}
         lines.append(new | ({"removed": removed} if removed else {}))
     return lines
-
-
-def _counts(counts: dict[str, int] | None, removed: np.ndarray) -> dict[str, int] | None:
-    """Return the counts of conversations that are known. Shards have the kinds of tokens, but
-    not what else `pretokenize` counted."""
-    if counts is None:
-        return None
-    if not removed.any():
-        return {name: count for name, count in counts.items() if name != FIM_ROWS} or None
-    less = {f"{kind.label}_tokens": int(removed[kind]) for kind in Kind}
-    return {name: count - less[name] for name, count in counts.items() if name in less}

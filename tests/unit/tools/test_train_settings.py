@@ -24,14 +24,9 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.tools import train
 from tokenfeed.tools.shell.command_line import Page, read_command_line
-from tokenfeed.tools.train_settings import (
-    FILE_KINDS,
-    GROUPS,
-    Command,
-    layered,
-)
+from tokenfeed.tools.train_settings import FILE_KINDS, GROUPS, Command, layered
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.config.values import preset_names, read_preset, read_settings, setting_of
+from tokenfeed.trainer.config.values import preset_names, read_preset, read_settings
 from tokenfeed.trainer.data.datasets import make_policy
 from tokenfeed.trainer.loop.trainer import Trainer
 
@@ -68,21 +63,6 @@ def test_what_is_written_to_yaml_is_read_again(
     config = TrainConfig(shards="out", **{"run_dir": Path("run")} | settings)
     path.write_text(yaml.safe_dump(config.as_dict()), encoding="utf-8")
     assert TrainConfig(**read_settings(path, FILE_KINDS)) == config
-
-
-@given(settings_of_runs)
-def test_flags_and_yaml_mean_the_same_by_the_same_text(settings: dict[str, Any]) -> None:
-    for name, value in settings.items():
-        text = str(value).lower() if isinstance(value, bool) else str(value)
-        if value is not None:
-            assert setting_of(FILE_KINDS[name], text, name) == value
-
-
-@given(settings_of_runs, settings_of_runs, settings_of_runs)
-def test_layers_can_be_laid_in_any_grouping(one: Any, two: Any, three: Any) -> None:
-    assert layered(layered(one, two), three) == layered(one, layered(two, three))
-    assert layered(one, two, three) == layered(layered(one, two), three)
-    assert layered(one, two).items() >= two.items()
 
 
 def test_flags_come_before_the_file_and_the_file_before_the_preset(

@@ -6,18 +6,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from pyarrow import ipc
 from support.commands import call, run
-from support.data_sets import corpus_rows, files_of, random_rows, write_rows
+from support.data_sets import corpus_rows, files_of
 
-from tokenfeed.pipeline.format.kinds import Kind, kinds_of
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.pipeline.format.schema import KINDS
-from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.tools import shards
-from tokenfeed.tools.data_sets.select import Selection, select
 
 FILES = {
     "a.jsonl": [f"text {number} of the first file" for number in range(40)],
@@ -143,25 +137,3 @@ def test_select_counts_listed_records_that_are_missing(out: Path, tmp_path: Path
     assert (tmp_path / "new/rejects.jsonl").read_bytes() == b""
     told = call(shards.main, "select", out, tmp_path / "again", "--rows", rows, "--drop").stdout
     assert "2 records removed, 3 listed records not found" in told
-
-
-def test_select_counts_kinds_of_the_tokens_that_stay(tmp_path: Path) -> None:
-    rows = random_rows(np.arange(1, 60), "chat")
-    out = write_rows(tmp_path / "out", {"train": rows}, 1000, 3, task="chat")
-    manifest = Manifest.read(out)
-    by_kind = np.bincount(kinds_of(rows.per_token[KINDS]), minlength=8).tolist()
-    counts = {f"{kind.label}_tokens": by_kind[kind] for kind in Kind} | {"no_stop": 4}
-    vars(manifest)["counts"] = counts
-    del vars(manifest)["fingerprint"]
-    manifest.write(out)
-    listed(
-        tmp_path / "l", *({"file": "corpus.txt", "record": record} for record in range(0, 59, 2))
-    )
-    select(str(out), str(tmp_path / "new"), Selection.read(tmp_path / "l", drop=True))
-    made, left = Manifest.read(tmp_path / "new"), np.zeros(8, int)
-    for shard in made.split("train").shards:
-        reader = ShardReader.open(tmp_path / "new", made, shard)
-        for batch in range(shard.batches):
-            left += np.bincount(kinds_of(reader.read(batch)[0].per_token[KINDS]), minlength=8)
-    assert made.counts == {f"{kind.label}_tokens": left[kind] for kind in Kind}
-    assert ipc.open_file(tmp_path / "new/train/00000.arrow").num_record_batches == 1
