@@ -117,9 +117,18 @@ def runs(block: Block) -> bool:
     return block.language not in ("text", "toml", "diff") and block.reason is None
 
 
+FORKED_WORKERS = """
+from support.processes import FORKING
+from tokenfeed.pipeline import processes
+processes.subprocess = FORKING
+del FORKING, processes
+"""
+"""A page has a dozen loaders, and a worker that is a program imports for a quarter of a second."""
+
+
 def script_of(blocks: list[Block]) -> str:
     """What a reader does with the blocks of a page, one after the other."""
-    lines = ["import pathlib, subprocess"]
+    lines = ["import pathlib, subprocess", FORKED_WORKERS]
     for block in filter(runs, blocks):
         if block.title:
             lines.append(f"pathlib.Path({block.title!r}).write_text({block.code!r})")

@@ -64,8 +64,12 @@ ENVIRONMENT = {
 TRACED = """
 import functools, os, runpy, sys
 import torch
+from support.processes import FORKING
 from transformers import LlamaForCausalLM
 from tokenfeed import ShardDataset, ShardLoader
+from tokenfeed.pipeline import processes
+
+processes.subprocess = FORKING  # a worker that is a program imports for a quarter of a second
 
 for kind in ShardDataset, ShardLoader:
     kind.__init__ = functools.partialmethod(kind.__init__, window_tokens=2000)
