@@ -6,10 +6,11 @@ as usual. So the estimate includes cutting, sorting, packing, steps and ranks.
 
 For mixing, the worst case is a corpus in which similar rows are neighbours, such as one tenth of
 the corpus from one source. In a window of K places, the share of this tenth is off by about
-sqrt(1/4 + B / 3) / K, where B is the number of values that the window has of a block in which
-`evenly` shuffles: the places lie evenly, but in the blocks at both ends of the tenth chance
-decides. A training step has this error plus the sampling error of its few rows. After a full
-shuffle only the sampling error remains. Torch-free.
+sqrt(B / 3 + 2 F (1 - F)) / K, and by 1 / (2 K) at least. B is the number of values that the window
+has of a part of `evenly`, and F what B has beyond whole numbers: in the parts at both ends of the
+tenth chance decides, and a share F of the parts has one value more. A training step has this error
+plus the sampling error of its few rows. After a full shuffle only the sampling error remains.
+Torch-free.
 """
 
 from operator import itemgetter
@@ -19,7 +20,7 @@ import numpy as np
 from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.format.manifest import SplitInfo
 from tokenfeed.pipeline.planning.batching import deal_rounds, plan_window
-from tokenfeed.pipeline.planning.permutation import neighbours
+from tokenfeed.pipeline.planning.permutation import parts_of
 from tokenfeed.pipeline.planning.plan import Plan
 from tokenfeed.pipeline.planning.policies import random_order
 
@@ -201,8 +202,10 @@ def _deviations(
             by_chance = _TENTH * (1 - _TENTH) * (lengths**2).sum() / lengths.sum() / step_tokens
             windows = max(1.0, step_tokens / tokens)
             # at most: all of the tenth, or nothing
-            of_block = float(neighbours(source.batches)) * places / source.batches
-            by_places = min((1 / 4 + of_block / 3) / places**2, _TENTH * (1 - _TENTH)) / windows
+            of_part = places / float(parts_of(source.batches))
+            more = of_part % 1
+            variance = max(1 / 4, of_part / 3 + 2 * more * (1 - more)) / places**2
+            by_places = min(variance, _TENTH * (1 - _TENTH)) / windows
             rest = max(0.0, 1 - step_tokens / tokens)  # sampling without replacement in a window
             ratio = float(np.sqrt(max(1.0, rest + by_places / by_chance)))
         found.append((ratio, tokens, source))

@@ -104,9 +104,11 @@ def next_keys(keys: np.ndarray | int, part: np.ndarray | int) -> np.ndarray:
     return made
 
 
-_NEIGHBOURS, _WINDOW = 16, 128
-"""Values of a block whose order `evenly` shuffles, at least; and record batches of a default
-window. Of a larger range, a block has the 128th part: about one value for each default window."""
+_PARTS, _LEAST_TURNS = 128, 8
+"""Record batches of a default window: a source has about as many parts, so that a window has one
+record batch of each. Fewer, if a part would have fewer record batches than the second number."""
+_PAIR = 2
+"""Neighbouring parts that change their places in the order of a reading."""
 _TRIED = 8
 """Numbers on each side of a ratio times the size among which `_stride` chooses."""
 _RATIOS = tuple(
@@ -118,41 +120,51 @@ fractions are 1, so any multiples in a row lie evenly. Of a ratio and 1 minus it
 multiples of both have the same neighbours."""
 
 
-def neighbours(size: int | np.ndarray) -> np.ndarray:
-    """Return the length of the blocks whose order `evenly` shuffles."""
-    found: np.ndarray = np.maximum(_NEIGHBOURS, np.asarray(size) // _WINDOW)
-    return found
+def parts_of(size: int | np.ndarray) -> np.ndarray:
+    """Return the number of parts of a range from which `evenly` takes its values in turn."""
+    turns = np.maximum(_LEAST_TURNS, (2 * np.asarray(size) + _PARTS) // (2 * _PARTS))
+    parts: np.ndarray = np.maximum(1, size // turns)
+    return parts
 
 
 def evenly(places: np.ndarray, size: int | np.ndarray, key: int | np.ndarray) -> np.ndarray:
     """Return the values at some places of an endless order of range(size), shape (K,), int64.
 
-    Any places in a row have values from all parts of the range, however many they are. Reading r
-    has the places from r * size on, and every value once: strides of about 0.22 to 0.44 of the size
-    from a random value on. The key of the reading chooses one of eight strides. Then the values of
-    every block of 16 neighbours or more change their places. So values that were near in one
-    reading are near in the next only by chance. `size` and `key` may be arrays with one value per
-    place.
+    Reading r has the places from r * size on, and every value once. The range is divided into about
+    128 equal parts of neighbours. In each turn, a reading takes one value of every part, so any 128
+    places in a row have a value of every part, and fewer or more lie evenly: strides over the parts
+    from a random one on, where some parts change places with their neighbours. The key of the
+    reading chooses one of eight strides, and a permutation for each part. So values that were near
+    in one reading are near in the next only by chance. `size` and `key` may be arrays with one
+    value per place.
 
-    Example with size 8, a stride of 3 and blocks of 2, from the value 3:
+    Example with size 10 in 3 parts, where the last turn takes what the larger part has more:
 
-        strides             3 6 1 4 7 2 5 0
-        blocks shuffled     2 7 1 5 6 3 4 0
+        parts, each permuted    2 0 1 | 4 3 5 | 8 6 9 7
+        turns                   4 2 8   3 0 6   5 1 9   7
     """
     reading, place = np.divmod(places, size)
     keys = next_keys(key, reading)
-    sizes = np.asarray(size, np.uint64)
-    begins = (derive_keys(keys, 0) % sizes).astype(np.int64)
-    ratios = (derive_keys(keys, 2) % np.uint64(len(_RATIOS))).astype(np.int64)
-    pairs = zip(*(each.tolist() for each in np.broadcast_arrays(size, ratios)), strict=True)
-    strides = np.array([_stride(*pair) for pair in pairs], np.int64)
-    values = (begins + place * strides) % size
-    length = neighbours(size)
-    block, nth = np.divmod(values, length)
-    width = np.minimum(length, size - block * length)  # the last block may be shorter
-    of_block = derive_keys(derive_keys(keys, 1), block)
-    made: np.ndarray = block * length + permute(nth, width, of_block)
+    parts = parts_of(size)
+    turn, nth = np.divmod(place, parts)
+    count = np.where(turn < size // parts, parts, size % parts)  # parts that the turn takes from
+    part = ((_strided(nth, count, keys) + 1) * parts - 1) // count  # the larger ones lie evenly
+    first = part * size // parts
+    width = (part + 1) * size // parts - first
+    made: np.ndarray = first + permute(turn, width, derive_keys(derive_keys(keys, 1), part))
     return made
+
+
+def _strided(places: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Return the values at places of an order of range(size) by strides of about 0.22 to 0.44 of
+    the size. `sizes` and `keys` have one value per place."""
+    begins = (derive_keys(keys, 0) % sizes.astype(np.uint64)).astype(np.int64)
+    ratios = (derive_keys(keys, 2) % np.uint64(len(_RATIOS))).astype(np.int64)
+    pairs = zip(*(each.tolist() for each in np.broadcast_arrays(sizes, ratios)), strict=True)
+    strides = np.array([_stride(*pair) for pair in pairs], np.int64)
+    pair, nth = np.divmod((begins + places * strides) % sizes, _PAIR)
+    width = np.minimum(_PAIR, sizes - pair * _PAIR)
+    return pair * _PAIR + permute(nth, width, derive_keys(derive_keys(keys, 3), pair))
 
 
 @lru_cache(maxsize=1 << 14)

@@ -22,7 +22,7 @@ from tokenfeed.pipeline.planning.plan import Plan, PlanSettings, Position
 from tokenfeed.pipeline.planning.policies import Batching, policy_of, saved_policy
 from tokenfeed.pipeline.planning.resized import Earlier
 
-_VERSION = 4
+_VERSION = 5
 """Version of the plan. A change of the order changes it, because the same position then has other
 rows before it."""
 _WORD = (1 << 64) - 1

@@ -298,7 +298,7 @@ def test_junk_in_the_settings_of_a_state_is_refused_by_its_name(
         loader.load_state_dict(state)
 
 
-@pytest.mark.parametrize("junk", [None, 3, [], {}, "x", {"version": 4}, {"streams": [3]}], ids=repr)
+@pytest.mark.parametrize("junk", [None, 3, [], {}, "x", {"version": 5}, {"streams": [3]}], ids=repr)
 def test_what_is_no_state_is_no_state_wherever_it_is_given(small_folder: Path, junk: Any) -> None:
     loader = open_loader(small_folder)
     for give in (

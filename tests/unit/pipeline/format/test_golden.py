@@ -2,7 +2,7 @@
 order of delivery.
 
 `golden/format1` was written by the last version before the promise (1fccd40). `delivered.json` has
-what its loader delivered by version 2 of the plan, `plan4.json` what the first version 4 delivered.
+what its loader delivered by version 2 of the plan, `plan5.json` what the first version 5 delivered.
 None of them is ever made again.
 """
 
@@ -16,7 +16,7 @@ from tokenfeed import Fixed, Packed, Padded, ShardLoader
 from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.pipeline.planning.policies import Batching
 
-DELIVERED = json.loads((FORMAT_1 / "plan4.json").read_text())
+DELIVERED = json.loads((FORMAT_1 / "plan5.json").read_text())
 PLAN_2 = json.loads((FORMAT_1 / "delivered.json").read_text())
 POLICIES: dict[str, Batching] = {"padded": Padded(64), "fixed": Fixed(1), "packed": Packed(32, 2)}
 CASES = [(task, policy) for task in sorted(DELIVERED) for policy in DELIVERED[task]]
@@ -41,5 +41,5 @@ def test_the_same_batches_come_in_the_same_order(task: str, policy: str) -> None
 def test_a_state_of_another_plan_is_refused_by_name() -> None:
     task, policy = CASES[0]
     loader = loader_of(task, policy)
-    with pytest.raises(ResumeError, match="version 2, this is version 4 of the plan"):
+    with pytest.raises(ResumeError, match="version 2, this is version 5 of the plan"):
         loader.load_state_dict(PLAN_2[task][policy]["state"])

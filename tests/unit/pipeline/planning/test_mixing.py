@@ -63,13 +63,13 @@ def test_more_places_mix_better_and_one_window_is_a_full_shuffle() -> None:
 
 def test_a_large_epoch_far_from_mixed_is_warned_of_with_the_remedy() -> None:
     source = source_of(rows_of(600, 1.0))
-    warning = unmixed(plan_of(source, 3), (source,))
+    warning = unmixed(plan_of(source, 2), (source,))
     assert warning is not None
-    assert "from only 3 places" in warning
+    assert "from only 2 places" in warning
     assert "Raise `window_tokens`" in warning
     assert unmixed(plan_of(source, 128), (source,)) is None
     small = source_of(rows_of(600, 1.0)[:10_000])
-    assert unmixed(plan_of(small, 3), (small,)) is None
+    assert unmixed(plan_of(small, 2), (small,)) is None
 
 
 def test_the_loader_says_how_far_rows_are_mixed(make_dataset: Any) -> None:
