@@ -20,7 +20,6 @@ from tokenfeed.pipeline.feeding.batch import Batch, BatchForm, make_batches
 from tokenfeed.pipeline.feeding.stats import Counters
 from tokenfeed.pipeline.feeding.window_source import (
     InlineSource,
-    Lease,
     WindowSource,
     WorkerPool,
     end_with_interpreter,
@@ -65,11 +64,10 @@ class Feed:
                 maker, start, num_workers=num_workers, timeout=timeout, register=register
             )
         source = self._pool or InlineSource(maker, start, page_lock.stage if page_lock else None)
-        measured = _Measured(source, counters)
         self._batches = (
-            copy_ahead(measured, copies, form, prefetch)
+            copy_ahead(source, copies, form, counters, prefetch)
             if copies
-            else _on_host(measured, form, prefetch)
+            else _on_host(source, form, counters, prefetch)
         )
         self._finalizer = weakref.finalize(self, _end, self._batches, self._pool)
         self.in_step = True
@@ -109,7 +107,7 @@ def _end(batches: "Batches", pool: WorkerPool | None) -> None:
             pool.close()
 
 
-def _on_host(source: WindowSource, form: BatchForm, prefetch: int) -> "Batches":
+def _on_host(source: WindowSource, form: BatchForm, counters: Counters, prefetch: int) -> "Batches":
     ahead: deque[tuple[Batch, Round]] = deque()
     while True:
         if ahead and not source.is_ready():  # a finished batch never waits for a worker
@@ -120,26 +118,13 @@ def _on_host(source: WindowSource, form: BatchForm, prefetch: int) -> "Batches":
         except Exception:
             yield from ahead
             raise
+        counters.add_window(lease.seconds, lease.ready, lease.fetched)
         for batch, done in make_batches(lease.rank_slice, form):
             ahead.append((batch, done))
             if done.ends_window:
                 lease.release()  # before the training step: a worker can use the time
             if len(ahead) > prefetch:
                 yield ahead.popleft()
-
-
-class _Measured:
-    """A source that counts windows, and the time that they took to make."""
-
-    def __init__(self, source: WindowSource, counters: Counters) -> None:
-        self._source, self._counters = source, counters
-        self.is_ready = source.is_ready
-
-    def take(self) -> Lease:
-        """Return the next window."""
-        lease = self._source.take()
-        self._counters.add_window(lease.seconds, lease.ready, lease.fetched)
-        return lease
 
 
 class Delivery:

@@ -135,7 +135,11 @@ copy_stream = functools.cache(CopyStream)
 
 
 def copy_ahead(
-    source: WindowSource, copies: CopyStream, form: BatchForm, prefetch: int = COPIES_AHEAD
+    source: WindowSource,
+    copies: CopyStream,
+    form: BatchForm,
+    counters: Counters,
+    prefetch: int = COPIES_AHEAD,
 ) -> Batches:
     """Yield batches whose copies and kernels were queued on the copy stream in advance.
 
@@ -165,6 +169,7 @@ def copy_ahead(
                 while ahead:
                     yield hand_over()
                 raise
+            counters.add_window(lease.seconds, lease.ready, lease.fetched)
             batches = make_batches(lease.rank_slice, form, copies.device)
             while made := copies.make(batches):
                 ready = copies.stream.record_event()

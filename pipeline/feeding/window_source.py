@@ -18,12 +18,11 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Protocol
 
 from tokenfeed.pipeline.errors import LoaderError, TokenfeedError
-from tokenfeed.pipeline.feeding.worker import Reply
-from tokenfeed.pipeline.feeding.worker_process import (
-    END_S,
+from tokenfeed.pipeline.feeding.worker import (
     NEEDS_NONE,
     Pending,
     Register,
+    Reply,
     WorkerProcess,
 )
 from tokenfeed.pipeline.planning.plan import Position
@@ -37,6 +36,9 @@ if TYPE_CHECKING:
 
 COPIES_AHEAD = 2
 """Default number of micro-batches copied to a device ahead of use."""
+END_S = 5.0
+"""Seconds to wait for killed workers. A worker that hangs in the kernel ends when its disk answers;
+nothing waits longer for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,7 @@ class WorkerPool:
             self._assign()
             head = self._pending[0]
             made = self._answer_of(head)
-            ready = sum(1 for _ in itertools.takewhile(Pending.is_answered, self._pending))
+            ready = sum(1 for _ in itertools.takewhile(lambda each: each.answer, self._pending))
             self._pending.popleft()
             memory = head.worker.buffer_memory(head.buffer, made.size, self._register)
             rank_slice = RankSlice.read(memoryview(memory))
@@ -162,17 +164,17 @@ class WorkerPool:
         """Return whether the next window is ready."""
         with self._while_open():
             self._drain(0)
-            return bool(self._pending) and self._pending[0].is_answered()
+            return bool(self._pending and self._pending[0].answer)
 
     def close(self) -> None:
         """Kill all workers, within seconds. Call it again if it was interrupted."""
-        self._closed = True
-        with self._changing if self.is_ours() else contextlib.nullcontext():
-            for worker in self._workers:
-                worker.kill()
+        self._closed, is_ours = True, self.is_ours()
+        with self._changing if is_ours else contextlib.nullcontext():
+            for worker in self._workers if is_ours else ():
+                worker.child.kill()
             deadline = time.monotonic() + END_S
             for worker in self._workers:
-                worker.end(deadline)
+                worker.end(deadline, is_ours=is_ours)
             self._workers.clear()
             self._pending.clear()
 
@@ -216,15 +218,10 @@ class WorkerPool:
 
     def _assign(self) -> None:
         """Assign a window to every free buffer, starting with the worker with most free buffers."""
-        while True:
-            free = [worker for worker in self._workers if worker.free]
-            if not free:
-                return
+        while free := [worker for worker in self._workers if worker.free]:
             worker = max(free, key=lambda worker: len(worker.free))
-            pending = Pending(self._next, worker, worker.free.pop())
-            self._pending.append(pending)
+            self._pending.append(worker.begin(self._next))
             self._next = self._maker.plan.next_window(self._next)
-            worker.begin(pending)
 
     def _answer_of(self, head: Pending) -> Reply:
         """Wait until a window is made; return the reply."""

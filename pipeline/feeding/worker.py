@@ -1,7 +1,11 @@
 """A loader worker: a child process that makes windows for a training process, in shared memory.
 
-`pipeline.processes` starts and ends it. The files of its memory have no names, so nothing stays
-behind. Torch-free.
+Both ends are here: `Worker` makes windows in the child, and `WorkerProcess` is the child as its
+parent sees it. Each worker has a few buffers: files without names, which both ends map, so nothing
+stays behind. `pipeline.processes` starts the child and ends it. Torch-free.
+
+If Ctrl-C interrupts an end, calling `end` again completes it. Garbage collection does too: a child
+whose channel is closed ends.
 """
 
 import contextlib
@@ -9,14 +13,21 @@ import errno
 import mmap
 import os
 import pickle
+import signal
+import subprocess
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.errors import LoaderError
 from tokenfeed.pipeline.planning.plan import Position
+from tokenfeed.pipeline.processes import Child, Ended, Failure
 from tokenfeed.pipeline.remote.client import own_process
 from tokenfeed.pipeline.windows.maker import WindowMaker
 
@@ -24,12 +35,20 @@ if TYPE_CHECKING:
     from tokenfeed.pipeline.caching.node import Fetched
 
 
+BUFFERS = 3
+"""Buffers of each worker: one in use, one ready, one being filled. With one worker and a GPU, the
+copies of the last window may still run."""
+NEEDS_NONE = "Use fewer workers; `num_workers`=0 reads in this process."
+
 _GROWTH = 1.25  # factor by which a buffer grows beyond the required size
 _PAGE = 1 << 21
 _SCHEDULING = Path("/proc/self/schedstat")
 
 _REFUSALS = (errno.ENOMEM, errno.ENOSPC, errno.EFBIG)
 _USE_LESS = "Use fewer workers (`num_workers`), or raise the limits that `ulimit -a` names."
+
+Register = Callable[[mmap.mmap], Callable[[], None]]
+"""Page-locks the memory of a buffer for a device; returns the function that unlocks it."""
 
 
 class Reply(NamedTuple):
@@ -43,44 +62,14 @@ class Reply(NamedTuple):
     """Counts of reads from stores since the last reply; None for local data."""
 
 
-def map_buffer(fd: int, size: int) -> mmap.mmap:
-    """Map the memory of a buffer.
-
-    Raises:
-        LoaderError: The system refuses this much memory.
-    """
-    with _refusals_explained(size):
-        return mmap.mmap(fd, size)
-
-
-@contextlib.contextmanager
-def _refusals_explained(size: int) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _REFUSALS:
-            raise
-        raise LoaderError(
-            f"a window needs {size:,} bytes of shared memory, but the system refused them "
-            f"({error.strerror}). {_USE_LESS}"
-        ) from error
-
-
-def not_importable(error: Exception) -> LoaderError:
-    """Return the error for a store or function that a worker cannot import."""
-    return LoaderError(
-        f"loader workers cannot import the store or function of the loader ({error}). "
-        "Define it in a separate module, or read in this process (`num_workers`=0)."
-    )
-
-
 class Worker:
     """Makes windows in buffers that another process has mapped, too."""
 
     def __init__(self, maker: WindowMaker, buffers: Sequence[int]) -> None:
         """`buffers`: their file descriptors."""
         self._maker = maker
-        self._buffers = [_Buffer(fd) for fd in buffers]
+        self._files = buffers
+        self._memory: dict[int, mmap.mmap] = {}
         self._fetched = maker.reader.fetched
 
     def make(self, position: Position, buffer: int) -> Reply:
@@ -89,17 +78,28 @@ class Worker:
         Raises:
             TokenfeedError: The window cannot be made, or there is too little memory.
         """
-        started, waited_s, memory = time.perf_counter(), _waited_for_core_s(), self._buffers[buffer]
+        started, waited_s = time.perf_counter(), _waited_for_core_s()
         try:
             rank_slice = self._maker.make(position)
-            rank_slice.write(memory.at_least(rank_slice.num_bytes))
+            memory = self._memory_of(buffer, rank_slice.num_bytes)
+            rank_slice.write(memoryview(memory))
         except MemoryError:
             raise LoaderError(f"a loader worker ran out of memory. {_USE_LESS}") from None
         waited_s = _waited_for_core_s() - waited_s
         seconds = max(0.0, time.perf_counter() - started - waited_s)
         before, self._fetched = self._fetched, self._maker.reader.fetched
         fetched = self._fetched.since(before) if self._fetched and before else None
-        return Reply(memory.size, seconds, fetched)
+        return Reply(len(memory), seconds, fetched)
+
+    def _memory_of(self, buffer: int, size: int) -> mmap.mmap:
+        """Return the memory of a buffer, which grows to the size of the largest slice."""
+        memory = self._memory.get(buffer)
+        if memory is None or len(memory) < size:
+            size = round_up(int(size * _GROWTH), _PAGE)
+            with _refusals_explained(size):
+                os.ftruncate(self._files[buffer], size)
+                memory = self._memory[buffer] = mmap.mmap(self._files[buffer], size)
+        return memory
 
 
 _worker: Worker | None = None
@@ -117,7 +117,7 @@ def begin(orders: int, buffers: Sequence[int]) -> None:
         with open(orders, "rb") as file:
             maker = pickle.load(file)
     except (AttributeError, ImportError) as error:
-        raise not_importable(error) from error
+        raise _not_importable(error) from error
     _worker = Worker(maker, buffers)
 
 
@@ -138,19 +138,157 @@ def _waited_for_core_s() -> float:
         return 0.0
 
 
-class _Buffer:
-    """Anonymous shared memory that grows to the size of the largest slice."""
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A window that a worker is making or has made."""
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._memory: mmap.mmap | None = None
-        self.size = 0
+    position: Position
+    worker: "WorkerProcess"
+    buffer: int
+    answer: Reply | Failure | None = None
+    """The reply or failure; None while the worker is busy. A failure is raised when its window is
+    next."""
 
-    def at_least(self, size: int) -> memoryview:
-        """Return the memory, with at least `size` bytes."""
-        if self._memory is None or self.size < size:
-            size = round_up(int(size * _GROWTH), _PAGE)
+    def __str__(self) -> str:
+        epoch, window, _ = self.position
+        name, pid = self.worker.name, self.worker.child.process.pid
+        return f"loader worker {name} (process {pid}), at window {window} of epoch {epoch},"
+
+
+class WorkerProcess:
+    """One child process and its buffers."""
+
+    def __init__(self, name: int, maker: WindowMaker) -> None:
+        """Start the process.
+
+        Raises:
+            LoaderError: The system refuses the process, memory or a descriptor, or the class of a
+                store or the function of `map` cannot be imported.
+        """
+        self.name = name
+        self.tasks: deque[Pending] = deque()
+        self.free = list(range(BUFFERS))
+        self._memory: dict[int, mmap.mmap] = {}
+        self._unregister: dict[int, Callable[[], None]] = {}
+        try:
+            with contextlib.ExitStack() as undo:
+                files = [undo.enter_context(_memory_file()) for _ in range(BUFFERS)]
+                self._buffers = [file.fileno() for file in files]
+                with _memory_file() as orders:  # may be more than a socket holds
+                    _write_orders(maker, orders)
+                    handed = orders.fileno(), self._buffers
+                    self.child = Child("loader worker", [handed[0], *handed[1]])
+                self.child.prepare(partial(begin, *handed))
+                self._resources = undo.pop_all()
+        except OSError as error:
+            raise LoaderError(
+                f"loader worker {name} cannot be started: {error.strerror}. {NEEDS_NONE}"
+            ) from error
+
+    def begin(self, position: Position) -> Pending:
+        """Send a request for a window, to be made in a free buffer."""
+        pending = Pending(position, self, self.free.pop())
+        self.tasks.append(pending)
+        self.child.call(partial(make, position, pending.buffer))
+        return pending
+
+    def collect(self) -> None:
+        """Receive an answer, or mark all requests as failed if the worker died."""
+        try:
+            answer = self.child.answer()
+            self.tasks.popleft().answer = answer
+        except Ended:
+            reason = self._why_it_died()
+            for pending in self.tasks:
+                pending.answer = Failure(LoaderError(f"{pending} died {reason}"))
+            self.tasks.clear()
+
+    def buffer_memory(self, buffer: int, size: int, register: Register | None) -> mmap.mmap:
+        """Return the memory of a buffer. The worker may have enlarged it.
+
+        Raises:
+            LoaderError: The system refuses this much memory.
+        """
+        memory = self._memory.get(buffer)
+        if memory is None or len(memory) != size:
+            self._unregister.pop(buffer, _nothing)()
             with _refusals_explained(size):
-                os.ftruncate(self._fd, size)
-            self._memory, self.size = map_buffer(self._fd, size), size
-        return memoryview(self._memory)
+                memory = self._memory[buffer] = mmap.mmap(self._buffers[buffer], size)
+            if register:
+                self._unregister[buffer] = register(memory)
+        return memory
+
+    def end(self, deadline: float, *, is_ours: bool) -> None:
+        """Release the shared memory, after the end of the process, which was killed. Nothing is
+        lost, because any worker can make its windows again.
+
+        Args:
+            deadline: Time until which to wait for the end of the process.
+            is_ours: Whether this process has started the worker. In a forked child, the process and
+                the page locks are the parent's and stay.
+        """
+        if is_ours:
+            self.child.wait(max(0.0, deadline - time.monotonic()))
+            while self._unregister:
+                self._unregister.popitem()[1]()
+        self.child.close()
+        self._resources.close()
+        self.tasks.clear()  # they refer back to this object, which would delay freeing
+        self._memory.clear()
+
+    def _why_it_died(self) -> str:
+        """Return how the process ended, and a remedy."""
+        try:
+            code = self.child.process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            return "(it closed its socket). `num_workers`=0 reads in this process."
+        if code >= 0:
+            return (
+                f"(exit status {code}). See its error above; `num_workers`=0 reads in this process."
+            )
+        ended = f"(killed by signal {-code}, {signal.strsignal(-code)})."
+        if -code in (signal.SIGKILL, signal.SIGBUS):
+            return (
+                f"{ended} Often the machine ran out of memory: use fewer workers (`num_workers`)."
+            )
+        return f"{ended} With PYTHONFAULTHANDLER=1 in the environment a crash shows its traceback."
+
+
+@contextlib.contextmanager
+def _refusals_explained(size: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _REFUSALS:
+            raise
+        raise LoaderError(
+            f"a window needs {size:,} bytes of shared memory, but the system refused them "
+            f"({error.strerror}). {_USE_LESS}"
+        ) from error
+
+
+def _memory_file() -> IO[bytes]:
+    """Return a file without a name that other processes can map. On Linux it is in memory."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("tokenfeed"), "w+b")
+    return tempfile.TemporaryFile()
+
+
+def _write_orders(maker: WindowMaker, file: IO[bytes]) -> None:
+    try:
+        pickle.dump(maker, file)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        raise _not_importable(error) from error
+    file.seek(0)
+
+
+def _not_importable(error: Exception) -> LoaderError:
+    """Return the error for a store or function that a worker cannot import."""
+    return LoaderError(
+        f"loader workers cannot import the store or function of the loader ({error}). "
+        "Define it in a separate module, or read in this process (`num_workers`=0)."
+    )
+
+
+def _nothing() -> None:
+    pass

@@ -16,6 +16,7 @@ from support.stream_races import Event, Stream, Traced, trace
 from tokenfeed import Batch
 from tokenfeed.pipeline.feeding import transfer
 from tokenfeed.pipeline.feeding.batch import BatchForm
+from tokenfeed.pipeline.feeding.stats import Counters
 from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.pipeline.planning.policies import Batching, Packed
 
@@ -87,7 +88,7 @@ def test_there_is_no_race_whenever_windows_are_ready_and_events_pass(
         trace(patch, lambda: passing.random() < 0.5) as traced,
     ):
         source = UncheckedSource(SimulatedCuda(), sizes, ready)
-        feed = transfer.copy_ahead(source, transfer.copy_stream(DEVICE), BatchForm(0))
+        feed = transfer.copy_ahead(source, transfer.copy_stream(DEVICE), BatchForm(0), Counters())
         for batch, _ in islice(feed, sum(sizes)):
             use(batch)
         assert traced.races == []

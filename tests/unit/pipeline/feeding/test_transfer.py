@@ -29,7 +29,7 @@ on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA dev
 
 
 def feed_of(source: FakeSource) -> transfer.Batches:
-    return transfer.copy_ahead(source, transfer.copy_stream(DEVICE), BatchForm(0))
+    return transfer.copy_ahead(source, transfer.copy_stream(DEVICE), BatchForm(0), Counters())
 
 
 def number_of(delivered: tuple[Batch, Round]) -> int:
@@ -156,7 +156,9 @@ def test_the_current_device_is_resolved_once(folder: Path, cuda: SimulatedCuda) 
 
 
 def test_the_error_of_a_window_comes_after_the_batches_that_are_ready(cuda: SimulatedCuda) -> None:
-    feed = transfer.copy_ahead(FakeSource(cuda, [3, 4]), transfer.copy_stream(CUDA_1), BatchForm(0))
+    feed = transfer.copy_ahead(
+        FakeSource(cuda, [3, 4]), transfer.copy_stream(CUDA_1), BatchForm(0), Counters()
+    )
     delivered: list[int] = []
     with pytest.raises(ShardFormatError):
         delivered.extend(int(batch["input_ids"].item()) for batch, _ in feed)
@@ -166,7 +168,7 @@ def test_the_error_of_a_window_comes_after_the_batches_that_are_ready(cuda: Simu
 
 def test_an_interrupt_is_not_kept_waiting_by_batches_that_are_ready(cuda: SimulatedCuda) -> None:
     source = FakeSource(cuda, [3])
-    feed = transfer.copy_ahead(source, transfer.copy_stream(CUDA_1), BatchForm(0))
+    feed = transfer.copy_ahead(source, transfer.copy_stream(CUDA_1), BatchForm(0), Counters())
     next(feed)
 
     def interrupt() -> None:
