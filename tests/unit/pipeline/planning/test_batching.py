@@ -206,30 +206,6 @@ def test_shuffling_mixes_rows_of_equal_length_and_steps() -> None:
     assert np.abs(places - 49.5).max() < 8
 
 
-def test_plans_never_change_between_releases() -> None:
-    """Order is part of saved states: these values may only change with the state's version."""
-    lengths = np.array([5, 3, 12, 1, 9, 5, 3, 7])
-    rows = {
-        batching: [
-            [row for sequence in batch for row, _, _ in sequence]
-            for step in planned(lengths, batching, 2, key=123456789)
-            for batch in step
-        ]
-        for batching in (
-            Padded(10),
-            Packed(10, 2),
-            Packed(10, 2, split=True),
-            Packed(10, 2, long_rows="crop"),
-        )
-    }
-    assert list(rows.values()) == [
-        [[3], [4], [2], [2, 1], [6, 5], [0], [7]],
-        [[6, 2, 0, 5], [2, 7, 1], [4, 3]],
-        [[0, 4, 3], [7, 5, 2], [5, 1, 6, 2]],
-        [[4, 3, 5, 0], [1, 2, 7, 6]],
-    ]
-
-
 @pytest.mark.parametrize("step_size", [1, 8])
 def test_padding_is_below_one_percent_on_documents(step_size: int) -> None:
     """In windows as large as they are by default: some 256 steps."""

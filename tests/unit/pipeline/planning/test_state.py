@@ -13,13 +13,12 @@ from support.data_sets import MemoryReader, order_of_one, plan_in_memory, random
 
 from tokenfeed.pipeline.errors import LoaderError, ResumeError
 from tokenfeed.pipeline.format.schema import Rows
-from tokenfeed.pipeline.planning.plan import Ahead, Plan, Position
+from tokenfeed.pipeline.planning.plan import Plan, Position
 from tokenfeed.pipeline.planning.policies import Batching, Fixed, Packed, Padded
 from tokenfeed.pipeline.planning.schedule import Schedule, Source, Stretch
 from tokenfeed.pipeline.planning.state import Delivered, resealed
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import between
-from tokenfeed.pipeline.windows.reader import Window
 
 START = Position(0, 0, 0)
 POLICIES = st.sampled_from([Padded(30), Fixed(3), Packed(20, 2), Packed(20, 2, split=True)])
@@ -78,13 +77,6 @@ class Renumbered(MemoryReader):
         self._ends = self._ends + shift
 
 
-class Swapped(MemoryReader):
-    """The same record batches in the opposite order."""
-
-    def read(self, batches: np.ndarray, ahead: Ahead | None = None) -> Window:
-        return super().read(batches[::-1])
-
-
 def test_a_digest_is_that_of_its_rows_their_spans_and_the_place() -> None:
     def found(lengths: list[int], batching: Batching, shift: int = 0) -> list[int]:
         rows = [random_rows(np.array(lengths))]
@@ -106,31 +98,6 @@ def test_the_same_rows_in_another_window_or_epoch_have_another_digest() -> None:
     twice = replace(plan, order=Schedule(sources, (stretch,), 0, shuffle=False))
     places = (START, Position(0, 1, 0), Position(1, 0, 0), Position(1, 1, 0))
     assert len({digest for place in places for digest in digests(twice, reader, place)}) == 12
-
-
-def test_pieces_of_a_row_in_another_order_are_another_digest() -> None:
-    plan, reader = plan_in_memory([random_rows(np.array([8]))], Padded(4))
-    seeds = [replace(plan, order=replace(plan.order, seed=seed)) for seed in range(20)]
-    assert len({whole_epoch(seeded, reader).digest for seeded in seeds}) == 2
-
-
-def test_another_order_of_micro_batches_is_another_digest() -> None:
-    rows = [random_rows(np.full(2, 5)), random_rows(np.full(2, 5))]
-    plan, reader = plan_in_memory(rows, Fixed(2), shuffle=False)
-    assert whole_epoch(plan, reader).digest != whole_epoch(plan, Swapped(rows)).digest
-
-
-def test_digests_never_change_between_releases() -> None:
-    """They are part of saved states: these may only change with the state's version."""
-    rows = [random_rows(np.array([5, 3, 12, 1, 9, 5, 3, 7]))]
-    policies = (Padded(10), Fixed(3), Packed(10, 2), Packed(10, 2, split=True))
-    plans = [plan_in_memory(rows, batching, micro_batches_per_step=2) for batching in policies]
-    assert [f"{whole_epoch(*plan).digest:016x}" for plan in plans] == [
-        "305d2b468d03cebc",
-        "19361d7fa3951b74",
-        "5b9b9571e21bf749",
-        "7f31ef4f953af94f",
-    ]
 
 
 def two_sources(batching: Batching) -> Plan:
