@@ -164,7 +164,8 @@ def _strided(places: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.ndar
     strides = np.array([_stride(*pair) for pair in pairs], np.int64)
     pair, nth = np.divmod((begins + places * strides) % sizes, _PAIR)
     width = np.minimum(_PAIR, sizes - pair * _PAIR)
-    return pair * _PAIR + permute(nth, width, derive_keys(derive_keys(keys, 3), pair))
+    made: np.ndarray = pair * _PAIR + permute(nth, width, derive_keys(derive_keys(keys, 3), pair))
+    return made
 
 
 @lru_cache(maxsize=1 << 14)
