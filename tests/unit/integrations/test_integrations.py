@@ -16,7 +16,7 @@ from support.delivery import MakeDataset, open_loader
 from support.simulated_clocks import SimulatedClock
 from torch.utils.data import DataLoader
 
-from tokenfeed import Padded, StallMeter
+from tokenfeed import Fixed, Padded, StallMeter
 from tokenfeed.integrations import steps as step_module
 from tokenfeed.integrations.dataloader import StatefulShardLoader
 from tokenfeed.integrations.steps import Step, steps
@@ -166,3 +166,16 @@ def test_steps_charge_the_sum_of_targets_to_the_meter_that_watches(
     report = meter.report()
     assert report.causes["communication"].seconds == pytest.approx(report.steps, rel=1e-3)
     assert report.causes["data"].seconds < 0.1
+
+
+def test_steps_of_ranks_without_a_group_raises(folder: Path) -> None:
+    loader = open_loader(folder, Padded(24), num_workers=0, rank=0, world_size=2)
+    with pytest.raises(ConfigError, match=r"`world_size`=2 ranks, .* is not running"):
+        steps(loader)
+
+
+def test_a_step_without_a_target_divides_by_one(make_dataset: MakeDataset) -> None:
+    loader = open_loader(
+        make_dataset(lengths=[1, 1, 1]), Fixed(1), num_workers=0, micro_batches_per_step=1
+    )
+    assert [step.divisor.item() for step in steps(loader)] == [1, 1, 1]

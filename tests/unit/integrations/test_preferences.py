@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tokenfeed import pretokenize
+from tokenfeed import Fixed, ShardLoader, pretokenize
 from tokenfeed.integrations.preferences import preference_pairs
 from tokenfeed.pipeline.errors import ConfigError
 
@@ -78,3 +78,22 @@ def test_data_sets_without_pairs_are_refused(tokenizer: Path) -> None:
         next(preference_pairs(tokenizer / "chat"))
     with pytest.raises(ConfigError, match="expected both chosen and rejected"):
         made(tokenizer, rows, {"prompt": "prompt", "chosen": "chosen"})
+
+
+def test_pair_is_rejected_if_one_conversation_is(tokenizer: Path) -> None:
+    rows = [TEXTS | {"rejected": 3}, TEXTS | {"chosen": "end"}, TEXTS | {"rejected": None}, TEXTS]
+    reasons = [reject["reason"] for reject in made(tokenizer, rows).rejects]
+    assert len(reasons) == 3
+    assert "`rejected`" in reasons[0]
+    assert "chosen: message 2 has the text of the special token 'end'" in reasons[1]
+    assert len([*preference_pairs(tokenizer / "pairs")]) == 1
+
+
+@pytest.mark.parametrize("targets", ["assistant", "last", {"text"}, "all"])
+def test_loader_learns_the_chosen_answer(tokenizer: Path, targets: Any) -> None:
+    made(tokenizer, [TEXTS])
+    loader = ShardLoader(tokenizer / "pairs", batching=Fixed(1), num_workers=0, targets=targets)
+    (batch,) = loader
+    assert words(batch["input_ids"][0].tolist()) == " ".join(EXPECTED)
+    learnt = words([id_ for id_ in batch["labels"][0].tolist() if id_ >= 0])
+    assert learnt == (" ".join(EXPECTED)[5:] if targets == "all" else "c d end")

@@ -26,7 +26,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 from support.data_sets import MakeDataset, rows_of_ids, write_rows
 
-from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.errors import ConfigError, ResumeError
 
 VOCABULARY = 60_000
 LENGTHS = [5, 1, 40, 16, 7, 2, 33, 15, 6, 100, 4, 9, 3] * 4
@@ -161,3 +161,9 @@ def test_config_works_in_torchtitan(adapter: Any, documents: Path) -> None:
     sizes = {"max_context_length": ROW, "num_tokens_per_batch": BATCH}
     with_sizes = validated.build(dp_world_size=1, dp_rank=0, tokenizer=None, **sizes)
     assert sorted(real(plain(with_sizes))) == WHOLE
+
+
+def test_unknown_state_is_rejected(opened: Open) -> None:
+    loader = opened()
+    with pytest.raises(ResumeError, match="version"):
+        loader.load_state_dict(loader.state_dict() | {"version": 99})

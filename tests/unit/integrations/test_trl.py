@@ -15,9 +15,11 @@ from tokenfeed.pipeline.planning.policies import Batching
 
 pytest.importorskip("trl", exc_type=ImportError)
 
+import pytest
 import trl
 
 from tokenfeed.integrations.trl import ShardSFTTrainer
+from tokenfeed.pipeline.errors import ConfigError
 
 pytestmark = [
     pytest.mark.slow,  # seconds, for the import
@@ -100,3 +102,15 @@ def test_sft_trainer_evaluates_and_resumes(shards: Path, tmp_path: Path) -> None
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert losses_of(again)[-3:] == losses_of(whole)[-3:]
     assert again.train_dataset.state_dict() == whole.train_dataset.state_dict()
+
+
+@pytest.mark.parametrize("name", ["packing", "padding_free", "assistant_only_loss"])
+def test_preparation_by_trl_is_refused(shards: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"`batching=Packed\(...\)`"):
+        trainer(ShardSFTTrainer, tmp_path, loader_of(shards, Packed(32, 2)), args={name: True})
+
+
+def test_formatting_function_is_refused(shards: Path, tmp_path: Path) -> None:
+    loader = loader_of(shards, Packed(32, 2))
+    with pytest.raises(ConfigError, match="`formatting_func`: has no effect"):
+        trainer(ShardSFTTrainer, tmp_path, loader, formatting_func=str)

@@ -210,3 +210,29 @@ def test_without_shards_to_read_the_plain_settings_are_shown_and_used(
     with pytest.raises(SystemExit, match="0"):
         parsed("--help-all")
     assert re.search(r"Default:\s+200\s+for\s+documents", capsys.readouterr().out)
+
+
+@given(manifests())
+def test_of_a_small_set_the_epochs_are_some_and_of_a_large_one_few(manifest: Manifest) -> None:
+    epochs = default_epochs(manifest, AUTO)
+    assert epochs is not None
+    assert 3 <= epochs <= 10
+    train = manifest.split("train")
+    steps = epochs * math.ceil(train.rows / 32) if manifest.task != "complete" else math.inf
+    assert epochs == 3 or epochs * train.tokens <= 2_000_000 or steps <= 500
+    long_rows = make_manifest("classify", 1000, 1000, 2000)  # 3 epochs would be 96 steps
+    assert default_epochs(long_rows, AUTO) == 10
+
+
+def test_documents_on_a_gpu_are_read_once() -> None:
+    manifest = make_manifest("lm", 100, 10, 20)
+    assert default_epochs(manifest, AUTO, on_gpu=True) == 1
+    assert default_epochs(manifest, AUTO) is None
+
+
+def test_steps_of_fine_tuned_completions_have_32_examples() -> None:
+    manifest = make_manifest("complete", 3000, 100, 400)
+    chosen = data_defaults(manifest, {"model": "hf:folder"})[0].settings
+    assert 32 * 100 <= chosen["step_tokens"] < 32 * 100 + chosen["micro_batch_tokens"]
+    few = make_manifest("complete", 60, 100, 400)
+    assert data_defaults(few, {"model": "hf:folder"})[0].settings["step_tokens"] == 1792

@@ -169,3 +169,16 @@ def test_frozen_weights_in_half_precision_are_exported(hub: dict[str, Any], tmp_
     saved = load_weights(tmp_path / "new", 4)
     name = "model.embed_tokens.weight"
     assert torch.equal(weights[name], saved[f"model.{name}"].float())
+
+
+def test_a_folder_without_weights_is_an_error(rows: dict[str, Path], tmp_path: Path) -> None:
+    for source in (tmp_path / "missing", rows["lm"]):
+        with pytest.raises(ConfigError, match="is neither a run of `train`, nor one of its"):
+            run(make_config(rows["lm"], tmp_path / "new", init_from=source))
+
+
+def test_a_damaged_export_is_an_error(rows: dict[str, Path], tmp_path: Path) -> None:
+    run(make_config(rows["lm"], tmp_path / "run", export=tmp_path / "export", steps=1))
+    (tmp_path / "export/model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ConfigError, match="the weights are damaged"):
+        run(make_config(rows["lm"], tmp_path / "new", init_from=tmp_path / "export"))

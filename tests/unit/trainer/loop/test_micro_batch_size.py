@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.training import RUNS, make_config, one_layer_model
+from support.training import RUNS, make_config, one_layer_model, read_metrics, run
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import TrainConfig
@@ -111,3 +111,15 @@ def test_auto_names_the_remedies_if_nothing_fits(every_task: Path, tmp_path: Pat
     config = auto(every_task, tmp_path / "run", "lm packed", sequence_length=384)
     with pytest.raises(ConfigError, match=r"`--micro-batch-tokens`=auto: 384 tokens, .* Try"):
         Trainer(config)
+
+
+def test_a_run_with_auto_is_the_run_with_the_number(every_task: Path, tmp_path: Path) -> None:
+    config = auto(every_task, tmp_path / "auto", "lm packed", dropout=0.1)
+    run(config, stop_after=2)
+    written = TrainConfig.of_run(config.run_dir)
+    assert written is not None
+    run(dataclasses.replace(config, resume=True))  # keeps the number
+    run(dataclasses.replace(written, resume=False, run_dir=tmp_path / "number"))
+    for key in ("loss", "validation_loss"):
+        found, wanted = (read_metrics(tmp_path / name, key) for name in ("auto", "number"))
+        assert wanted.items() <= found.items()

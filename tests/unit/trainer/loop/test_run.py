@@ -32,6 +32,8 @@ from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.loop.evaluation import Evaluator
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.loop.trainer import Trainer
+from tokenfeed.trainer.report.progress_lines import divergence, notes_on
+from tokenfeed.trainer.tasks.registry import make_task
 
 MakeShards = Callable[..., Path]
 
@@ -357,3 +359,34 @@ def test_run_warns_of_a_validation_split_that_says_little(
         run(make_config(shards, tmp_path / f"run {rows}", steps=1))
         warned = f"the split validation has only {rows} rows, " in caplog.text
         assert warned == (rows == 3)
+
+
+@pytest.mark.parametrize(
+    ("losses", "is_diverging"),
+    [
+        ([5.0, 4.0, 3.0, 2.5, 2.4, 2.4], False),
+        ([5.0, 4.0, 3.0, 2.5, 2.4, 2.4, 2.3, 2.3, 2.3, 2.9, 3.6, 4.4, 5.1, 5.7], True),
+        ([2.0] * 18 + [2.5, 2.6], True),  # above 1.2 times its least
+        ([2.0] * 18 + [2.3, 2.3], False),
+        ([2.0] * 18 + [4.0, 2.0, 2.0], False),  # a jump that it has left behind
+        ([0.1, 0.3] * 10, False),  # noise from line to line
+        ([1.0, 9.0], False),  # too few lines
+        ([2.5, None, 2.0, 2.0, None, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 8.0], True),
+    ],
+)
+def test_divergence_is_an_end_above_the_least_smoothed_loss(
+    losses: list[float | None], is_diverging: bool
+) -> None:
+    assert any("is diverging" in note for note in divergence(losses)) == is_diverging
+
+
+def test_finished_report_notes_a_loss_that_still_fell(tmp_path: Path) -> None:
+    shards = write_labelled(tmp_path / "shards", "classify")
+    config = make_config(shards, tmp_path / "run")
+    task = make_task(config, Manifest.read(shards), torch.device("cpu"))
+    lines = [{"step": step, "loss": 1 / step} for step in range(1, 21)]
+    assert notes_on(task, {}, lines) == ["the loss still fell when the run ended: raise --epochs"]
+    flat = [{"step": step, "loss": 1.0} for step in range(1, 21)]
+    assert notes_on(task, {}, flat) == []
+    risen = [line | {"validation_loss": line["step"]} for line in lines]
+    assert notes_on(task, {}, risen) == []

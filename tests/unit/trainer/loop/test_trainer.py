@@ -25,6 +25,7 @@ from tokenfeed.trainer import step as training_step
 from tokenfeed.trainer.config.run_config import StageSettings
 from tokenfeed.trainer.loop import evaluation as judge
 from tokenfeed.trainer.models.gpt import Transformer
+from tokenfeed.trainer.optim.precision import allow_tf32
 from tokenfeed.trainer.report.progress_lines import ProgressLog
 from tokenfeed.trainer.report.run_files import MetricsFile
 from tokenfeed.trainer.stall import StallMeter
@@ -210,3 +211,15 @@ def test_a_checkpoint_frees_cycles_that_outlived_progress_lines(
     shards = write_counting(write_dataset, tmp_path / "shards", rows=300)
     run(make_config(shards, tmp_path / "run", steps=10, save_every=8, eval_every=10))
     assert seen == [False] * 8 + [True] * 2
+
+
+@pytest.mark.filterwarnings("ignore:Please use the new API")  # torch 2.9 says it to all who read
+def test_tf32_leaves_the_older_switches_readable() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        allow_tf32(torch.device("cuda"))
+        assert torch.get_float32_matmul_precision() == "high"
+        assert torch.backends.cuda.matmul.allow_tf32
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.set_float32_matmul_precision(before)

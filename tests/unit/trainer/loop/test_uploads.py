@@ -16,6 +16,7 @@ from support.checkpoints import (
     checkpoint,
     make_meta,
     make_state,
+    names_in,
     saving_config,
 )
 from support.object_server import FAST, Fault, Remote, as_own_process, remote_store
@@ -285,3 +286,20 @@ def test_place_that_cannot_hold_a_copy_is_refused(
     assert reason in str(error.value)
     assert "hunter2" not in str(error.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_slow_place_gets_latest_checkpoint_next(tmp_path: Path, held: Held) -> None:
+    config = saving_config(tmp_path, tmp_path / "run", upload=str(tmp_path / "copy"), keep=2)
+    checkpoints = Checkpoints.of_run(config.run_dir)
+    copies = Uploads(config, checkpoints)
+    saver = Saver(checkpoints, 2, CPU, on_saved=copies.start)
+    for step in range(1, 7):
+        saver.save(make_meta(step), make_state(step))
+        saver.wait()
+        assert held.begun.wait(60)
+    assert names_in(config.run_dir / "checkpoints") == of(1, 5, 6)  # 1 is being uploaded
+    held.opened.set()
+    copies.finish()
+    assert held.steps[:3] == of(1, 6, 5)
+    assert names_in(config.run_dir / "checkpoints") == of(5, 6)
+    assert names_in(tmp_path / "copy" / "checkpoints") == of(5, 6)

@@ -203,3 +203,35 @@ def test_the_norm_is_that_of_the_mean_loss() -> None:
     F.cross_entropy(logits, labels_BT[:, 1:].flatten()).backward()
     expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
     assert norm == pytest.approx(expected.item(), rel=1e-4)
+
+
+@pytest.mark.slow
+@given(st.lists(st.booleans(), max_size=8), st.integers(0, 8))
+def test_skips_are_counted_in_all_and_in_a_row_across_a_checkpoint(
+    bad: list[bool], saved_at: int
+) -> None:
+    training = Training("bf16", "adamw")
+    for number, is_bad in enumerate(bad):
+        if number == saved_at:
+            state = training.precision.state_dict()
+            training.precision = Precision("bf16", CPU)
+            training.precision.load_state_dict(state)
+        training.backward(number)
+        training.step(math.nan if is_bad else 1.0)
+    in_a_row = len(bad) if all(bad) else bad[::-1].index(False)
+    assert training.precision.skips.tolist() == [sum(bad), in_a_row]
+
+
+@every_optimizer
+def test_a_first_step_that_is_skipped_leaves_an_optimizer_as_new(
+    optimizer_name: OptimizerName,
+) -> None:
+    training, fresh = Training("fp32", optimizer_name), Training("fp32", optimizer_name)
+    training.backward(0)
+    next(training.gradients()).fill_(torch.nan)
+    training.step()
+    training.backward(1)
+    training.step()
+    fresh.backward(1)
+    fresh.step()
+    assert_same(training.content(), fresh.content())

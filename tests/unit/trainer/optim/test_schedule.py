@@ -84,3 +84,8 @@ def test_a_longer_run_has_the_rates_of_the_shorter_until_that_decays(
     assume(step <= (steps if schedule == "constant" else steps - math.ceil(0.2 * steps)))
     longer = rates(schedule, peak, steps + more, warmup_steps)
     assert longer[step - 1] == rates(schedule, peak, steps, warmup_steps)[step - 1]
+
+
+def test_a_warm_up_into_the_last_fifth_leaves_the_rest_to_the_decay() -> None:
+    expected = [1 - math.sqrt(done / 11) for done in range(11)]
+    assert rates("wsd", 1.0, 100, 90)[89:] == pytest.approx(expected)

@@ -109,3 +109,12 @@ def test_operations_of_transformers_models_are_as_torch_counts(name: str, tmp_pa
         learner.model(MicroBatch.of_ids(torch.zeros((2, 32), dtype=torch.int64), causal=True))
     counted = 3 * counter.get_total_flops() / (2 * 32)
     assert learner.operations_per_token(32) == pytest.approx(counted)
+
+
+def test_weights_that_are_not_trained_cost_two_operations_less(
+    shards: Path, tmp_path: Path
+) -> None:
+    learner = learner_of(make_config(shards, tmp_path))
+    frozen, cost = learner.model.blocks[0].feed_in.weight, learner.operations_per_token(32)
+    frozen.requires_grad_(False)
+    assert cost - learner.operations_per_token(32) == pytest.approx(2 * frozen.numel())
