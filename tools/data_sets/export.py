@@ -7,7 +7,6 @@ small. The files are written into a temporary folder, which gets its name when a
 """
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -52,7 +51,6 @@ class ExportSummary:
     files: list[str]
     left_out: list[str]
     """Columns that the format cannot hold."""
-    seconds: float
 
     def __str__(self) -> str:
         rows = ", ".join(f"{count_of(rows, 'row')} of {name}" for name, rows in self.splits.items())
@@ -72,75 +70,58 @@ class Export:
     to: Format = "parquet"
     """megatron: .bin and .idx; nanogpt: a .bin of ids alone; llm.c: a .bin with its header; olmo:
     .npy and .csv.gz; parquet: all columns."""
-    split: Annotated[str, text("NAME")] | None = None
-    """Split to export. Default: all."""
     json: bool = False
     """Print the result as JSON."""
 
     def run(self) -> int:
         """Export the data set."""
-        exported = export_data_set(self.out, local_path(self.folder), self.to, self.split)
+        exported = export_data_set(self.out, local_path(self.folder), self.to)
         print_json(asdict(exported)) if self.json else print(exported)
         return 0
 
 
-def export_data_set(path: str, folder: Path, to: Format, split: str | None = None) -> ExportSummary:
-    """Write splits of a data set in another format.
-
-    Args:
-        path: The data set.
-        folder: A new or empty folder.
-        to: The format.
-        split: The only split to write; None for all that have rows.
+def export_data_set(path: str, folder: Path, to: Format) -> ExportSummary:
+    """Write all splits of a data set in another format, into a new or empty folder.
 
     Raises:
         ConfigError: The folder holds something, or the format cannot hold the rows.
         ShardFormatError: A shard is damaged. The folder is not made then.
     """
-    started = time.perf_counter()
     store = open_store(path)
     manifest = Manifest.read(store)
-    if split is not None:
-        manifest.split(split)
-    names = [name for name, info in manifest.splits.items() if info.rows and split in (None, name)]
-    if not names:
+    splits = {name: split for name, split in manifest.splits.items() if split.rows}
+    if not splits:
         raise ConfigError(f"{store.name}: has no rows to export.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder}: is not empty. Give a new or empty folder.")
-    sizes = [info.bytes for name in names for info in manifest.splits[name].shards]
+    sizes = [info.bytes for split in splits.values() for info in split.shards]
     with atomic_folder(folder) as temporary, Bar(sizes) as bar:
-        for name in names:
+        for name in splits:
             FORMATS[to](_Split(name, store, manifest, temporary, bar))
     return ExportSummary(
         to=str(folder),
         format=to,
-        splits={name: manifest.splits[name].rows for name in names},
-        tokens=sum(manifest.splits[name].tokens for name in names),
+        splits={name: split.rows for name, split in splits.items()},
+        tokens=sum(split.tokens for split in splits.values()),
         files=sorted(file.name for file in folder.iterdir()),
         left_out=[] if to == "parquet" else [column.name for column in manifest.columns],
-        seconds=round(time.perf_counter() - started, 3),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """A split to export."""
+    """A split to export, and the folder for its files."""
 
     name: str
     store: Store
     manifest: Manifest
     folder: Path
-    """Where the files go."""
     bar: Bar
-
-    @property
-    def vocabulary_size(self) -> int:
-        return self.manifest.tokenizer.vocabulary_size
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The type of ids in shards."""
-        return token_dtype(self.vocabulary_size)
+        return token_dtype(self.manifest.tokenizer.vocabulary_size)
 
     def file(self, ending: str) -> Path:
         """Return the path of a file of the split."""
@@ -157,39 +138,41 @@ class _Split:
                 self.bar.advance(Done(info.bytes * share, len(rows.ids)))
             self.bar.count_unit()
 
-    def write_ids(self, path: Path, dtype: np.dtype[Any]) -> np.ndarray:
-        """Write all ids to a file. Return the tokens of each row, uint32."""
-        lengths = []
+    def written(self, path: Path, dtype: np.dtype[Any]) -> Iterator[Rows]:
+        """Yield the rows, and write their ids to a file."""
         with path.open("wb") as file:
             for rows in self.rows():
                 file.write(np.ascontiguousarray(rows.ids, dtype).data)
-                lengths.append(rows.lengths.astype(np.uint32))
-        return np.concatenate(lengths)
+                yield rows
 
 
 def _megatron(split: _Split) -> None:
     """Write `.bin` and `.idx` of `IndexedDataset`, index version 1: one document per row."""
-    dtype = np.dtype(np.int32) if split.vocabulary_size >= 65_500 else split.dtype
-    lengths = split.write_ids(split.file(".bin"), dtype).astype(np.int32)
-    pointers = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
-    pointers = np.concatenate([[0], pointers[:-1]]).astype(np.int64)
-    dtype_code = 8 if dtype == np.uint16 else 4
+    is_wide = split.manifest.tokenizer.vocabulary_size >= 65_500
+    dtype = np.dtype(np.int32) if is_wide else split.dtype
+    lengths = [rows.lengths.astype(np.int32) for rows in split.written(split.file(".bin"), dtype)]
+    sizes = np.concatenate(lengths)
+    ends = np.cumsum(sizes, dtype=np.int64) * dtype.itemsize
+    pointers = np.concatenate([[0], ends[:-1]]).astype(np.int64)
     with split.file(".idx").open("wb") as index:
-        index.write(b"MMIDIDX\0\0" + np.uint64(1).tobytes() + bytes([dtype_code]))
-        index.write(np.array([len(lengths), len(lengths) + 1], np.uint64).data)
-        for values in (lengths, pointers, np.arange(len(lengths) + 1, dtype=np.int64)):
+        index.write(b"MMIDIDX\0\0" + np.uint64(1).tobytes() + bytes([4 if is_wide else 8]))
+        index.write(np.array([len(sizes), len(sizes) + 1], np.uint64).data)
+        for values in (sizes, pointers, np.arange(len(sizes) + 1, dtype=np.int64)):
             index.write(values.data)
 
 
 def _nanogpt(split: _Split) -> None:
     """Write `train.bin` and `val.bin`: uint16 ids, one row after the other."""
     if split.dtype != np.uint16:
+        size = split.manifest.tokenizer.vocabulary_size
         raise ConfigError(
-            f"{split.store.name}: nanoGPT reads ids of two bytes, and the tokenizer has "
-            f"{split.vocabulary_size:,} ids. Use `--to llm.c` or `--to megatron`."
+            f"{split.store.name}: nanoGPT reads ids of two bytes, and the tokenizer has {size:,} "
+            "ids. Use `--to llm.c` or `--to megatron`."
         )
     is_val = split.name == "validation" and "val" not in split.manifest.splits
-    split.write_ids(split.folder / "val.bin" if is_val else split.file(".bin"), split.dtype)
+    path = split.folder / "val.bin" if is_val else split.file(".bin")
+    for _ in split.written(path, split.dtype):
+        pass
 
 
 LLM_C_TOKENS = 100_000_000
@@ -220,10 +203,8 @@ def _olmo(split: _Split) -> None:
     paths = (json.loads(line)["path"] for line in sources)
     names = pa.array([path.encode(errors="backslashreplace").decode() for path in paths])
     end = row = 0
-    table = pa.CompressedOutputStream(split.file(".csv.gz"), "gzip")
-    with split.file(".npy").open("wb") as file, table as sink:
-        for rows in split.rows():
-            file.write(np.ascontiguousarray(rows.ids, split.dtype).data)
+    with pa.CompressedOutputStream(split.file(".csv.gz"), "gzip") as sink:
+        for rows in split.written(split.file(".npy"), split.dtype):
             ends = end + np.cumsum(rows.lengths)
             columns = {
                 "start": ends - rows.lengths,
@@ -238,7 +219,7 @@ def _olmo(split: _Split) -> None:
 
 def _parquet(split: _Split) -> None:
     """Write one file with all columns."""
-    schema = shard_schema(split.vocabulary_size, split.manifest.columns)
+    schema = shard_schema(split.manifest.tokenizer.vocabulary_size, split.manifest.columns)
     with parquet.ParquetWriter(split.file(".parquet"), schema, compression="zstd") as file:
         for rows in split.rows():
             file.write_batch(record_batch(rows, schema)[0])

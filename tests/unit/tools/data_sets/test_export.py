@@ -14,7 +14,7 @@ from pyarrow import parquet
 from support.data_sets import byte_tokenizer, lists_of, random_rows, write_rows
 
 import tokenfeed
-from tokenfeed.pipeline.errors import ConfigError, ManifestError, ShardFormatError
+from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import Task, task_columns
 from tokenfeed.tools.data_sets.export import FORMATS, Format, export_data_set
@@ -154,11 +154,9 @@ def test_parquet_keeps_every_column_and_others_say_what_they_leave_out(
     assert column in export_data_set(str(data), tmp_path / "bin", "megatron").left_out
 
 
-def test_damage_and_wrong_names_make_no_folder(tmp_path: Path) -> None:
+def test_damage_makes_no_folder(tmp_path: Path) -> None:
     rows = random_rows(np.full(50, 20))
     data = write_rows(tmp_path / "data", {"train": rows}, 1000)
-    with pytest.raises(ManifestError, match="no split `test`"):
-        export_data_set(str(data), tmp_path / "out", "megatron", "test")
     shard = data / Manifest.read(data).splits["train"].shards[0].file
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
