@@ -135,54 +135,54 @@ def started(script: Path, *words: object) -> warm.Popen:
     return process
 
 
-def test_sigterm_reports_and_kills(script: Path) -> None:
-    script.write_text(LOOP + "time.sleep(60)")
+HANDLER = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\nslept, marks"
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (LOOP + "time.sleep(60)", -signal.SIGTERM),
+        # A handler in Python would wait for the C function. Plain Python ends at once.
+        (LOOP + "signal.sigwait([signal.SIGUSR1])", -signal.SIGTERM),
+        (LOOP.replace("slept, marks", HANDLER) + "time.sleep(60)", 9),
+    ],
+    ids=["asleep", "stuck in C", "with a handler"],
+)
+def test_sigterm_reports_and_ends_as_with_python(script: Path, text: str, code: int) -> None:
+    script.write_text(text)
     with started(script) as process:
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGTERM
+    assert process.returncode == code
     assert "12 steps of SGD" in errors
-    assert "end      SIGTERM" in errors
-
-
-def test_sigterm_ends_a_script_that_is_stuck_in_c(script: Path) -> None:
-    """A handler in Python would wait for the C function. Plain Python ends at once."""
-    script.write_text(LOOP + "signal.sigwait([signal.SIGUSR1])")
-    with started(script) as process:
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGTERM
-    assert "12 steps of SGD" in errors
+    assert ("end      SIGTERM" in errors) == (code < 0)
     assert errors.count("verdict") == 1
 
 
-def test_sigterm_of_a_child_does_not_end_the_script(script: Path) -> None:
-    text = "child = os.fork()\nif not child:\n    signal.sigwait([signal.SIGUSR1])\n"
-    text += "os.kill(child, signal.SIGTERM)\nprint(os.waitpid(child, 0)[1])\ntime.sleep(1.5)\n"
-    script.write_text(LOOP + text + "step()\nprint('end')")
+SIGNALLED = """
+child = os.fork()
+if not child:
+    signal.sigwait([signal.SIGUSR1])
+os.kill(child, signal.SIGTERM)
+print(os.waitpid(child, 0)[1])
+time.sleep(1.5)
+"""
+TRAINING = """
+child = os.fork()
+if not child:
+    [step() for _ in range(3)]
+    os._exit(15)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("child", [SIGNALLED, TRAINING])
+def test_a_child_neither_ends_the_script_nor_counts_its_steps(script: Path, child: str) -> None:
+    script.write_text(LOOP + child + "step()\nprint('end')")
     ended = stall(script)
     assert (ended.returncode, ended.stdout) == (0, "trained\n15\nend\n")
     assert "13 steps of SGD" in ended.stderr
-
-
-def test_steps_of_a_fork_are_not_those_of_the_script(script: Path) -> None:
-    text = "child = os.fork()\nif not child:\n    [step() for _ in range(3)]\n    os._exit(4)\n"
-    text += "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\nstep()\n"
-    script.write_text(LOOP + text)
-    ended = stall(script)
-    assert (ended.returncode, ended.stdout) == (0, "trained\n4\n")
-    assert "13 steps of SGD" in ended.stderr
     assert ended.stderr.count("verdict") == 1
-
-
-def test_own_sigterm_handler_stays(script: Path) -> None:
-    handler = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\n"
-    script.write_text(LOOP.replace("slept, marks", handler + "slept, marks") + "time.sleep(60)")
-    with started(script) as process:
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 9
-    assert "12 steps of SGD" in errors
 
 
 @pytest.mark.slow
