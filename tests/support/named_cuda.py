@@ -128,9 +128,6 @@ class _Stream:
     def wait_event(self, event: _Event) -> None:
         pass
 
-    def wait_stream(self, other: "_Stream") -> None:
-        pass
-
     def query(self) -> bool:
         return True
 

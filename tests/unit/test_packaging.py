@@ -1,7 +1,6 @@
 """The folders map to one import name, layers point one way, and light things stay light."""
 
 import ast
-import re
 import sys
 from pathlib import Path
 
@@ -10,10 +9,6 @@ from support import ROOT
 
 import tokenfeed
 
-NAMING_TARGETS = [
-    *("README.md", "CONTRIBUTING.md", "docs/releasing.md"),
-    *("pyproject.toml", ".ci/run", ".pre-commit-config.yaml"),
-]
 LAYERS = ["pipeline", "trainer", "integrations", "tools"]
 """Lowest first: a folder may import itself and those before it."""
 
@@ -122,13 +117,6 @@ def test_all_names_of_the_front_door_can_be_had() -> None:
     assert {*tokenfeed.__all__, "pretokenize"} <= {*dir(tokenfeed)}
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         tokenfeed.nothing  # noqa: B018
-
-
-def test_no_target_is_named_that_make_has_not() -> None:
-    targets = {*re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)}
-    for name in NAMING_TARGETS:
-        named = re.findall(r"(?:^|`)make ([a-z][\w-]*)", (ROOT / name).read_text(), re.MULTILINE)
-        assert {*named} <= targets, name
 
 
 def test_type_checkers_and_python_have_the_same_front_door() -> None:
