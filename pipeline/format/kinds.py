@@ -34,6 +34,8 @@ class Kind(enum.IntEnum):
     STOP = 7
     """The token by which the assistant ends its message, and what the template counts with it."""
 
+    __hash__ = int.__hash__  # that of Enum is written in Python
+
     @property
     def label(self) -> str:
         """The name in options and messages."""

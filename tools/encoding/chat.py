@@ -27,18 +27,15 @@ from tokenfeed.tools.encoding.chat_messages import (
     Message,
     is_learnt,
 )
-from tokenfeed.tools.encoding.chat_parts import (
-    MARKS,
-    Part,
-    Range,
-    Rendered,
-    any_of,
+from tokenfeed.tools.encoding.chat_parts import Between, Part, Range, Rendered, any_of, laid_out
+from tokenfeed.tools.encoding.chat_places import (
+    KnownText,
+    contents_of,
     generation_marks,
-    laid_out,
+    mark_for,
     marked,
     read_marks,
 )
-from tokenfeed.tools.encoding.chat_places import KnownText, contents_of
 from tokenfeed.tools.encoding.chat_renderer import (
     Exhausted,
     Renderer,
@@ -55,7 +52,6 @@ _UNUSED = [chr(code) for code in (*range(1, 9), *range(14, 27))]
 _NONCE = "".join(SystemRandom().choices(_UNUSED, k=14))
 _SAID = f"{_NONCE}[", f"{_NONCE}]"
 """What stands around what {% generation %} encloses. No text has it: another process has others."""
-_SAID_MARKS = re.compile(rf"{re.escape(_NONCE)}([\[\]])")
 _SHOWN = 40
 """Characters of two texts that differ, in a message."""
 _TRAINING = dict(
@@ -211,7 +207,7 @@ class ChatTemplate:
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         unlearnt = {n for n in turns if not is_learnt(messages[n])}
         missing = (int(found is None), *removed)
-        return laid_out(text, said, parts, turns, missing, self.special, unlearnt)
+        return laid_out(text, said, parts, turns, missing, self._between, unlearnt)
 
     def compare(self, conversation: Conversation) -> None:
         """Compare the text with that of `transformers`, if it is installed.
@@ -247,6 +243,10 @@ class ChatTemplate:
     def special(self) -> re.Pattern[str]:
         """Matches a special token."""
         return any_of(self.special_tokens)
+
+    @functools.cached_property
+    def _between(self) -> Between:
+        return Between(self.special)
 
     @functools.cached_property
     def _halves(self) -> tuple[set[str], ...]:
@@ -293,11 +293,12 @@ class ChatTemplate:
         if not (self._renderer.has_generation and self._renderer.writes_in_order):
             return self._text(conversation), None
         rendered = self._renderer.render(self._variables(conversation), *_SAID)
-        begin, *rest = _SAID_MARKS.split(rendered)
-        places = [*accumulate(map(len, rest[1::2]), initial=len(begin))][:-1]
-        if "".join(rest[::2]) != "[]" * (len(places) // 2):
+        first, *rest = rendered.split(_NONCE)
+        pieces = [first, *(piece[1:] for piece in rest)]
+        places = [*accumulate(map(len, pieces))][:-1]
+        if "".join(piece[0] for piece in rest) != "[]" * (len(rest) // 2):
             raise _not_certain()
-        return "".join([begin, *rest[1::2]]), [*zip(places[::2], places[1::2], strict=True)]
+        return "".join(pieces), [*zip(places[::2], places[1::2], strict=True)]
 
     def _contents(
         self, conversation: Conversation, text: str, known: KnownText
@@ -324,7 +325,7 @@ class ChatTemplate:
         the marks change the text, fewer contents are marked. In a text that has all characters of
         marks, nothing is found.
         """
-        if (mark := _lacking(text)) is None:
+        if (mark := mark_for(text)) is None:
             return None
         has_spaces = has_details = True
         for inside in (False, True):
@@ -349,7 +350,7 @@ class ChatTemplate:
             Unusable: The marks of the tag change the text, or are in it.
         """
         found = None
-        if (mark := _lacking(text)) is not None:
+        if (mark := mark_for(text)) is not None:
             given = self._variables(conversation)
             rendered = self._renderer.render(given, *generation_marks(mark))
             found = read_marks(rendered, text, [], mark)
@@ -413,11 +414,6 @@ def _not_certain() -> Unusable:
         "it is not certain what {% generation %} encloses. Move the tag out of other tags "
         "{% generation %}, and out of macros, {% set %} and {% filter %}"
     )
-
-
-def _lacking(text: str) -> str | None:
-    """Return a character for marks that a text lacks; None if it has all."""
-    return next((mark for mark in MARKS if mark not in text), None)
 
 
 def tokens_set_by(source: str) -> dict[str, str]:

@@ -1,18 +1,13 @@
-"""The parts of a rendered conversation: whose text it is, and where the assistant speaks.
-
-Contents of messages are found by a second rendering with marks, such as `DEL 3 (`, around each
-content. If its text without the marks equals the text rendered without them, the marks are
-right. Otherwise the template changes its output by the contents, and the parts of other roles stay
-unknown.
+"""What each character and each token of a rendered conversation is: whose text, and of which kind.
 
 Stop tokens and ends of thinking are searched in the text without the contents, which are blanked:
 an answer or an argument of a call may contain their text.
 """
 
+import functools
 import re
-from collections.abc import Set
-from dataclasses import dataclass
-from itertools import accumulate, chain
+from collections.abc import Sequence, Set
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -20,17 +15,11 @@ import numpy as np
 from tokenfeed.pipeline.arithmetic import offsets_of
 from tokenfeed.pipeline.format.kinds import BEGINS, Kind
 from tokenfeed.tools.corpus.records import Unusable
-from tokenfeed.tools.encoding.chat_messages import Conversation, replaced
 
-MARKS = ("\x7f", "\U00100000")
-"""Characters that can begin a mark: the first that a text lacks. `tojson` writes both as they are,
-and texts of ASCII stay short with the first one."""
-_BEGIN, _END = "[", "]"
-_MARK = {mark: re.compile(rf"{mark}(?:(\d+)([()])|([\[\]]))") for mark in MARKS}
 _BLANK = "\0"
 """Stands for each character of a content. It is no white space, and in no special token."""
 _END_OF_THOUGHT = "</think>"
-_TEMPLATE, _TEXT, _THINKING = Kind.TEMPLATE, Kind.TEXT, Kind.THINKING
+_TEMPLATE, _TEXT, _THINKING, _CALL = Kind.TEMPLATE, Kind.TEXT, Kind.THINKING, Kind.CALL
 
 Range = tuple[int, int]
 """First character and last character + 1."""
@@ -48,113 +37,6 @@ class Part(NamedTuple):
     """The number of the content."""
 
 
-class Marked(NamedTuple):
-    """A conversation with marks around its contents."""
-
-    conversation: Conversation
-    contents: list[tuple[int, Kind]]
-    """The message and the kind of each content."""
-    has_spaces: bool
-    """Whether a content has outer white space, so that marks can stand inside of it."""
-    has_details: bool
-    """Whether ids of calls or texts in arguments are contents."""
-
-    def removed(self, parts: list[Part]) -> tuple[int, int]:
-        """Return the number of messages whose thinking, and whose text, is in no part."""
-        if len({part.content for part in parts}) == len(self.contents):
-            return 0, 0
-        present = {(part.message, part.kind) for part in parts}
-        missing = [each for each in {*self.contents} if each not in present and each[1]]
-        thinking = sum(kind is Kind.THINKING for _, kind in missing)
-        return thinking, len(missing) - thinking
-
-
-def generation_marks(mark: str) -> tuple[str, str]:
-    """Return what stands around what {% generation %} encloses."""
-    return mark + _BEGIN, mark + _END
-
-
-def marked(conversation: Conversation, mark_: str, *, inside: bool, details: bool) -> Marked:
-    """Return a conversation with marks.
-
-    Args:
-        conversation: The conversation.
-        mark_: The character that begins a mark.
-        inside: Whether marks stand inside the outer white space of a content.
-        details: Whether ids of calls and texts in arguments are contents too.
-    """
-    contents: list[tuple[int, Kind]] = []
-    same: dict[str, str] = {}  # an id that occurs twice has one mark
-    has_spaces = False
-
-    def mark(value: str, message: int, kind: Kind) -> str:
-        nonlocal has_spaces
-        if message < 0 and value in same:
-            return same[value]
-        content = value.strip()
-        has_spaces |= content != value
-        before, after = "", ""
-        if not inside:
-            content = value
-        elif content != value:
-            before, _, after = value.partition(content) if content else (value, "", "")
-        if not content:
-            return value
-        number = len(contents)
-        contents.append((message, kind))
-        text = f"{before}{mark_}{number}({content}{mark_}{number}){after}"
-        if message < 0:
-            same[value] = text
-        return text
-
-    messages = [
-        replaced(message, number, mark, details=details)
-        for number, message in enumerate(conversation.messages)
-    ]
-    changed = Conversation(messages, conversation.tools, conversation.arguments)
-    return Marked(changed, contents, has_spaces, bool(same))
-
-
-def read_marks(
-    rendered: str, text: str, contents: list[tuple[int, Kind]], mark: str
-) -> tuple[list[Part], list[Range]] | None:
-    """Return the contents in a text, and what {% generation %} encloses.
-
-    Returns None if the marked text is another text, or if marks came apart.
-
-    Args:
-        rendered: The text with marks.
-        text: The text without marks.
-        contents: The message and the kind of each content.
-        mark: The character that begins a mark.
-    """
-    split = _MARK[mark].split(rendered)
-    pieces = split[::4]
-    if "".join(pieces) != text:
-        return None
-    parts: list[Part] = []
-    said: list[Range] = []
-    start, begun, opened = 0, -1, ""
-    places = accumulate(map(len, pieces))
-    for number, bracket, tag, at in zip(
-        split[1::4], split[2::4], split[3::4], places, strict=False
-    ):
-        if bracket == "(" and not opened:
-            opened, start = number, at
-        elif bracket == ")" and number == opened:
-            content = int(number)
-            parts.append(Part(start, at, *contents[content], content))
-            opened = ""
-        elif tag == _BEGIN and begun < 0:
-            begun = at
-        elif tag == _END and begun >= 0:
-            said.append((begun, at))
-            begun = -1
-        else:
-            return None
-    return None if opened or begun >= 0 else (parts, said)
-
-
 def any_of(tokens: tuple[str, ...]) -> re.Pattern[str]:
     """Return a pattern of any of some tokens, the longest first."""
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
@@ -164,25 +46,24 @@ COUNTS = ("no_stop", "unmarked", "unproved", "removed_thinking", "removed_text")
 """Names of the counts of a conversation; see `docs/format.md`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rendered:
+class Rendered(NamedTuple):
     """A rendered conversation: its text, and what each character is. Places are characters."""
 
     text: str = ""
-    starts: tuple[int, ...] = (0,)
+    starts: Sequence[int] = (0,)
     """Where each stretch of one kind begins, ascending from 0; it may be empty."""
-    kinds: tuple[int, ...] = (Kind.TEMPLATE,)
+    kinds: bytes = bytes([_TEMPLATE])
     """The kind of each stretch."""
-    messages: tuple[Range, ...] = ()
-    """What belongs to each message."""
-    spans: tuple[Range, ...] = ()
-    """All that belongs to a message, ascending."""
-    owners: tuple[int, ...] = ()
+    messages: Sequence[int] = ()
+    """Begin and end of what belongs to each message."""
+    spans: Sequence[int] = ()
+    """Begin and end of all that belongs to a message, ascending."""
+    owners: Sequence[int] = ()
     """The number of the message of each span, from 0; -1 if it is not certain."""
     counts: tuple[int, ...] = (0,) * len(COUNTS)
     """What users should know, by `COUNTS`."""
-    contents: tuple[Range, ...] = ()
-    """The known contents, ascending."""
+    contents: Sequence[int] = ()
+    """Begin and end of each known content, ascending."""
 
 
 class TokensOfTexts:
@@ -206,14 +87,11 @@ class TokensOfTexts:
         self._byte_of = np.flatnonzero(is_first)
         self._first = offsets_of(np.array([len(each.text) for each in rendered], np.int64))[:-1]
 
-    def _bytes_of(self, places: list[tuple[int, ...]] | list[tuple[Range, ...]]) -> np.ndarray:
-        """Return the byte of places in each conversation, shape (P,) or (P, 2)."""
-        counts = [len(each) for each in places]
-        characters = np.array([*chain.from_iterable(places)], np.int64)
-        firsts = np.repeat(self._first, counts)
-        found: np.ndarray = self._byte_of[
-            characters + firsts.reshape(-1, *(1,) * (characters.ndim - 1))
-        ]
+    def _bytes_of(self, places: list[Sequence[int]]) -> np.ndarray:
+        """Return the byte of places in each conversation, shape (P,)."""
+        counts = np.fromiter(map(len, places), np.int64, len(places))
+        characters = np.fromiter(chain.from_iterable(places), np.int64, int(counts.sum()))
+        found: np.ndarray = self._byte_of[characters + np.repeat(self._first, counts)]
         return found
 
     def kinds(self, lengths: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -227,7 +105,7 @@ class TokensOfTexts:
         """
         starts, num_rows = self._starts, len(self._rendered)
         begins = self._bytes_of([each.starts for each in self._rendered])
-        values = np.frombuffer(b"".join(bytes(each.kinds) for each in self._rendered), np.uint8)
+        values = np.frombuffer(b"".join([each.kinds for each in self._rendered]), np.uint8)
         first_token = np.searchsorted(starts, begins)
         kinds = np.repeat(values, np.diff(np.append(first_token, len(starts))))
         rows = np.repeat(np.arange(num_rows), lengths)
@@ -240,8 +118,8 @@ class TokensOfTexts:
         counts["split_tokens"] = np.bincount(rows[last != kinds], minlength=num_rows)
         found = np.array([each.counts for each in self._rendered], np.int64)
         counts |= dict(zip(COUNTS, found.T, strict=True))
-        messages = self._bytes_of([each.messages for each in self._rendered]).reshape(-1, 2)
-        first, stop = messages.T
+        messages = self._bytes_of([each.messages for each in self._rendered])
+        first, stop = messages[::2], messages[1::2]
         tokens = np.searchsorted(starts, first)
         tokens, stop = tokens[tokens < len(starts)], stop[tokens < len(starts)]
         kinds[tokens[starts[tokens] < stop]] |= BEGINS
@@ -261,9 +139,8 @@ class TokensOfTexts:
             unknown: The unknown token; None without one.
         """
         tokens = np.flatnonzero(np.isin(ids, [*special]))
-        contents = self._bytes_of([each.contents for each in self._rendered]).reshape(-1, 2)
-        begins, ends = contents[:, 0], np.append(contents[:, 1], len(self._texts) + 1)
-        begins = np.append(begins, len(self._texts) + 1)
+        contents = self._bytes_of([each.contents for each in self._rendered])
+        begins, ends = (np.append(contents[n::2], len(self._texts) + 1) for n in (0, 1))
 
         def overlap(first: np.ndarray, stop: np.ndarray) -> np.ndarray:
             found: np.ndarray = begins[np.searchsorted(ends, first, "right")] < stop
@@ -292,10 +169,10 @@ class TokensOfTexts:
             of_messages: The numbers of the messages of each conversation; empty for an empty text.
         """
         found = np.zeros(len(self._starts))
-        edges = self._bytes_of([each.spans for each in self._rendered]).reshape(-1, 2)
+        edges = self._bytes_of([each.spans for each in self._rendered])
         tokens = iter(np.searchsorted(self._starts, edges).tolist())
         for rendered, numbers in zip(self._rendered, of_messages, strict=True):
-            for owner, (first, stop) in zip(rendered.owners, tokens, strict=False):
+            for owner, first, stop in zip(rendered.owners, tokens, tokens, strict=False):
                 found[first:stop] = numbers[owner]
         return found
 
@@ -318,13 +195,58 @@ def first_said(parts: list[Part]) -> list[Part]:
     return [part for part in parts if part.kind < _TEXT or firsts[part.content] is part]
 
 
+Stretches = tuple[tuple[int, Kind], ...]
+"""Where kinds begin in a short text, relative to it."""
+_TEXTS = 1 << 12
+"""Short texts whose kinds are remembered."""
+
+
+class Between:
+    """The kinds of what a template writes in a message of the assistant, beside its contents.
+
+    Templates repeat the same few texts, so most are looked through once.
+    """
+
+    def __init__(self, special: re.Pattern[str]) -> None:
+        """Take a pattern of the special tokens. One of them ends what the assistant says."""
+        self.special = special
+        self.before_content = functools.lru_cache(_TEXTS)(self._before_content)
+        self.at_end = functools.lru_cache(_TEXTS)(self._at_end)
+
+    @staticmethod
+    def _before_content(text: str, before: Kind, after: Kind) -> Stretches:
+        """Return the kinds of what stands before a content.
+
+        It has the kind of the content, except the end of the thinking before it. No thinking
+        follows the name of a function.
+
+        Args:
+            text: The blank text since the content before, or since the beginning of the message.
+            before: The kind of the content before; `TEXT` without one.
+            after: The kind of the content.
+        """
+        if before is not _CALL and (thought := _end_of_thought(text)):
+            return (0, _THINKING), (thought, after)
+        return ((0, _THINKING if before is _THINKING and after is _TEXT else after),)
+
+    def _at_end(self, text: str, before: Kind) -> Stretches:
+        """Return the kinds of the end of a message. The last is a stop token, if one ends it."""
+        stop = len(text)
+        for match in self.special.finditer(text):
+            stop = len(text) if text[match.end() :].strip() else match.start()
+        found = [(0, before)]
+        if before is not _CALL and (thought := _end_of_thought(text[:stop])):
+            found = [(0, _THINKING), (thought, _TEXT if before is _THINKING else before)]
+        return (*found, (stop, Kind.STOP)) if stop < len(text) else (*found,)
+
+
 def laid_out(
     text: str,
     said: list[Range],
     parts: list[Part],
     turns: list[int],
     missing: tuple[int, ...],
-    special: re.Pattern[str],
+    between: Between,
     unlearnt: Set[int] = frozenset(),
 ) -> Rendered:
     """Return a text with what each part of it is.
@@ -335,7 +257,7 @@ def laid_out(
         parts: The contents in the text.
         turns: The numbers of the messages of the assistant.
         missing: The counts that are known, after `no_stop` and `unmarked`.
-        special: Matches a special token.
+        between: What the template writes between contents.
         unlearnt: The messages of the assistant that no loss counts. They get the kind `template`.
 
     Raises:
@@ -343,97 +265,66 @@ def laid_out(
     """
     own = [part for part in first_said(parts) if part[3] is not _TEMPLATE]
     blank = text if len(own) == len(parts) else blanked(text, parts)
-    has_thoughts = _END_OF_THOUGHT in blank
-    spans: list[Range] = []
-    owners: list[int] = []
     if len(turns) != len(said):
         if unlearnt:
             raise Unusable("it is not certain which message has the weight 0")
         turns = [-1] * len(said)
-    begins: list[tuple[int, Kind]] = [(0, _TEMPLATE)]
-    messages: list[Range] = []
+    starts: list[int] = [0]
+    kinds: list[int] = [_TEMPLATE]
+    messages: list[int] = []
+    spans: list[int] = []
+    owners: list[int] = []
     no_stop = unmarked = at = 0
     shown = -1
     own.append(Part(len(text) + 1, 0, -1, _TEMPLATE, -1))
+    begin, stop, message, kind, _ = own[0]
     for turn, (start, end) in zip([*turns, -1], [*said, (len(text), len(text))], strict=True):
-        while own[at][0] < start:
-            begin, stop, message, kind, _ = own[at]
-            at += 1
+        while begin < start:
             if kind >= _TEXT:
                 unmarked += 1
-                continue
-            begins += (begin, kind), (stop, _TEMPLATE)
-            spans.append((begin, stop))
-            owners.append(message)
-            if message != shown:
-                messages.append((begin, stop))
-            shown = message
+            else:
+                starts += begin, stop
+                kinds += kind, _TEMPLATE
+                spans += begin, stop
+                owners.append(message)
+                if message != shown:
+                    messages += begin, stop
+                shown = message
+            at += 1
+            begin, stop, message, kind, _ = own[at]
         if start == end:
             continue
-        first = at
-        while own[at][0] < end:
+        place, before, is_learnt = start, _TEXT, turn not in unlearnt
+        while begin < end:
+            if is_learnt:
+                for offset, each in between.before_content(blank[place:begin], before, kind):
+                    starts.append(place + offset)
+                    kinds.append(each)
+                starts.append(begin)
+                kinds.append(kind)
+            place, before = stop, kind
             at += 1
-        if turn not in unlearnt:
-            found = _kinds_of(blank, own[first:at], (start, end), special, has_thoughts)
+            begin, stop, message, kind, _ = own[at]
+        if is_learnt:
+            found = between.at_end(blank[place:end], before)
+            for offset, each in found:
+                starts.append(place + offset)
+                kinds.append(each)
             no_stop += found[-1][1] is not Kind.STOP
-            begins += found
-            begins.append((end, _TEMPLATE))
-        messages.append((start, end))
-        spans.append((start, end))
+        starts.append(end)
+        kinds.append(_TEMPLATE)
+        messages += start, end
+        spans += start, end
         owners.append(turn)
-    starts, kinds = zip(*begins, strict=True)
-    return Rendered(
-        text=text,
-        starts=starts,
-        kinds=kinds,
-        messages=tuple(messages),
-        spans=tuple(spans),
-        owners=tuple(owners),
-        counts=(no_stop, unmarked, *missing),
-        contents=tuple([part[:2] for part in parts]),
-    )
+    contents = [place for part in parts for place in part[:2]]
+    counts = (no_stop, unmarked, *missing)
+    return Rendered(text, starts, bytes(kinds), messages, spans, owners, counts, contents)
 
 
-def _kinds_of(
-    blank: str, own: list[Part], said: Range, special: re.Pattern[str], has_thoughts: bool
-) -> list[tuple[int, Kind]]:
-    """Return where kinds begin in an assistant message. The last is a stop token, if one ends it.
-
-    What the template writes before a content has the kind of the content, except the end of the
-    thinking before it. No thinking follows the name of a function.
-    """
-    begins = []
-    (at, end), kind = said, _TEXT
-    for part in own:
-        begins.append((at, _THINKING if kind is _THINKING else part.kind))
-        thought = _end_of_thought(blank, at, part.start) if has_thoughts else 0
-        if thought and kind is not Kind.CALL:
-            begins.append((at, _THINKING))
-            at = thought
-        elif kind is _THINKING and part.kind is _TEXT:
-            at = part.start
-        begins.append((at, part.kind))
-        at, kind = part.end, part.kind
-    match = None
-    for match in special.finditer(blank, at, end):  # noqa: B007 - the last one
-        pass
-    has_stop = match is not None and not blank[match.end() : end].strip()
-    stop = match.start() if match and has_stop else end
-    thought = _end_of_thought(blank, at, stop) if has_thoughts else 0
-    if thought and kind is not Kind.CALL:
-        begins.append((at, _THINKING))
-        at = thought
-        kind = _TEXT if kind is _THINKING else kind
-    begins.append((at, kind))
-    if has_stop:
-        begins.append((stop, Kind.STOP))
-    return begins
-
-
-def _end_of_thought(blank: str, start: int, stop: int) -> int:
+def _end_of_thought(blank: str) -> int:
     """Return where the last end of thinking, and the white space behind it, ends; 0 without one."""
-    found = blank.rfind(_END_OF_THOUGHT, start, stop)
+    found = blank.rfind(_END_OF_THOUGHT)
     if found < 0:
         return 0
-    behind = blank[found + len(_END_OF_THOUGHT) : stop]
-    return stop - len(behind.lstrip())
+    behind = blank[found + len(_END_OF_THOUGHT) :]
+    return len(blank) - len(behind.lstrip())

@@ -1,51 +1,170 @@
-"""Find the contents of a conversation in its text, without a second rendering.
+"""Find where the contents of messages are in a rendered conversation.
 
-Marks show where the contents of some conversations are, and so what a template writes between two
-contents. The text of another conversation is taken apart from its end: what stands between two
-contents, the content, and so on. If all of the text fits, the contents are where they fit. If not,
-marks find them, and what stands between them is learnt.
+Contents are found by a second rendering with marks, such as `DEL 3 (`, around each content. If its
+text without the marks equals the text rendered without them, the marks are right. Otherwise the
+template changes its output by the contents, and their places stay unknown.
+
+A second rendering takes as long as the first one, so most conversations have none. Marks show where
+the contents of some conversations are, and so what a template writes between two contents. The text
+of another conversation is taken apart from its end: what stands between two contents, the content,
+and so on. If all of the text fits, the contents are where they fit. If not, marks find them, and
+what stands between them is learnt.
 
 What stands between two contents depends on their messages' roles, and on the empty or unwritten
 contents between them. Conversations with thinking or with contents of several parts need marks.
 """
 
-from json.encoder import encode_basestring
+import re
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from tokenfeed.pipeline.format.kinds import Kind
-from tokenfeed.tools.encoding.chat_messages import ROLES, Conversation
+from tokenfeed.tools.encoding.chat_messages import ROLES, Conversation, replaced
 from tokenfeed.tools.encoding.chat_parts import Part, Range
 from tokenfeed.tools.encoding.chat_renderer import to_json
 
-_DETAIL = (-1, Kind.TEMPLATE)
-"""The message and the kind of ids of calls and of texts in arguments."""
+MARKS = ("\x7f", "\U00100000")
+"""Characters that can begin a mark: the first that a text lacks. `tojson` writes both as they are,
+and texts of ASCII stay short with the first one."""
+_BEGIN, _END = "[", "]"
+_MARK = {mark: re.compile(rf"{mark}(?:(\d+)([()])|([\[\]]))") for mark in MARKS}
 _SEEN = 32
 """Characters before the first content that must be known if the text before it has tools."""
 _MOST_MISSES = 50
 """Conversations that do not fit, beyond those that do, before no more are tried."""
 
 
-class Content(NamedTuple):
-    """A text that a template may write as it is."""
+class Marked(NamedTuple):
+    """A conversation with marks around its contents."""
 
-    name: str
-    """What the text is in its message, and the role: contents with one name are written alike."""
-    text: str
-    message: int
-    kind: Kind
-    inner: tuple[Range, ...] | None = None
-    """The places of texts in arguments, which are the contents then; None: the text itself."""
+    conversation: Conversation
+    contents: list[tuple[int, Kind]]
+    """The message and the kind of each content."""
+    has_spaces: bool
+    """Whether a content has outer white space, so that marks can stand inside of it."""
+    has_details: bool
+    """Whether ids of calls or texts in arguments are contents."""
+
+    def removed(self, parts: list[Part]) -> tuple[int, int]:
+        """Return the number of messages whose thinking, and whose text, is in no part."""
+        if len({part.content for part in parts}) == len(self.contents):
+            return 0, 0
+        present = {(part.message, part.kind) for part in parts}
+        missing = [each for each in {*self.contents} if each not in present and each[1]]
+        thinking = sum(kind is Kind.THINKING for _, kind in missing)
+        return thinking, len(missing) - thinking
+
+
+def mark_for(text: str) -> str | None:
+    """Return a character for marks that a text lacks; None if it has all."""
+    return next((mark for mark in MARKS if mark not in text), None)
+
+
+def generation_marks(mark: str) -> tuple[str, str]:
+    """Return what stands around what {% generation %} encloses."""
+    return mark + _BEGIN, mark + _END
+
+
+def marked(conversation: Conversation, mark_: str, *, inside: bool, details: bool) -> Marked:
+    """Return a conversation with marks.
+
+    Args:
+        conversation: The conversation.
+        mark_: The character that begins a mark.
+        inside: Whether marks stand inside the outer white space of a content.
+        details: Whether ids of calls and texts in arguments are contents too.
+    """
+    contents: list[tuple[int, Kind]] = []
+    same: dict[str, str] = {}  # an id that occurs twice has one mark
+    has_spaces = False
+
+    def mark(value: str, message: int, kind: Kind) -> str:
+        nonlocal has_spaces
+        if message < 0 and value in same:
+            return same[value]
+        content = value.strip()
+        has_spaces |= content != value
+        before, after = "", ""
+        if not inside:
+            content = value
+        elif content != value:
+            before, _, after = value.partition(content) if content else (value, "", "")
+        if not content:
+            return value
+        number = len(contents)
+        contents.append((message, kind))
+        text = f"{before}{mark_}{number}({content}{mark_}{number}){after}"
+        if message < 0:
+            same[value] = text
+        return text
+
+    messages = [
+        replaced(message, number, mark, details=details)
+        for number, message in enumerate(conversation.messages)
+    ]
+    changed = Conversation(messages, conversation.tools, conversation.arguments)
+    return Marked(changed, contents, has_spaces, bool(same))
+
+
+def read_marks(
+    rendered: str, text: str, contents: list[tuple[int, Kind]], mark: str
+) -> tuple[list[Part], list[Range]] | None:
+    """Return the contents in a text, and what {% generation %} encloses.
+
+    Returns None if the marked text is another text, or if marks came apart.
+
+    Args:
+        rendered: The text with marks.
+        text: The text without marks.
+        contents: The message and the kind of each content.
+        mark: The character that begins a mark.
+    """
+    split = _MARK[mark].split(rendered)
+    pieces = split[::4]
+    if "".join(pieces) != text:
+        return None
+    parts: list[Part] = []
+    said: list[Range] = []
+    start, begun, opened = 0, -1, ""
+    places = accumulate(map(len, pieces))
+    for number, bracket, tag, at in zip(
+        split[1::4], split[2::4], split[3::4], places, strict=False
+    ):
+        if bracket == "(" and not opened:
+            opened, start = number, at
+        elif bracket == ")" and number == opened:
+            content = int(number)
+            parts.append(Part(start, at, *contents[content], content))
+            opened = ""
+        elif tag == _BEGIN and begun < 0:
+            begun = at
+        elif tag == _END and begun >= 0:
+            said.append((begun, at))
+            begun = -1
+        else:
+            return None
+    return None if opened or begun >= 0 else (parts, said)
+
+
+Content = tuple[str, str, int, Kind]
+"""A name, a text that a template may write as it is, the number of its message, and its kind.
+
+The name is the role, or what else the text is in its message: contents with one name are written
+alike. Ids and arguments have the message -1, as in `marked`."""
 
 
 def contents_of(conversation: Conversation) -> list[Content] | None:
-    """Return the contents in the order of `replaced`; None if only marks can find them."""
+    """Return the contents in the order of `replaced`; None if only marks can find them.
+
+    The arguments of a call are one content here, written by `tojson`.
+    """
     found: list[Content] = []
     for number, message in enumerate(conversation.messages):
         role, text = message["role"], message.get("content") or ""
         kind = ROLES[role]
         if not isinstance(text, str) or (kind is Kind.TEXT and "</think>" in text):
             return None
-        found.append(Content(role, text, number, kind))
+        found.append((role, text, number, kind))
         if len(message) == 2:
             continue
         if "thinking" in message:
@@ -53,10 +172,10 @@ def contents_of(conversation: Conversation) -> list[Content] | None:
         if kind is Kind.TEXT and (calls := message.get("tool_calls")):
             try:
                 _add_calls(calls, number, found)
-            except (KeyError, TypeError):
+            except (KeyError, TypeError, RecursionError):
                 return None
         if isinstance(id_ := message.get("tool_call_id"), str):
-            found.append(Content("answered", id_, *_DETAIL))
+            found.append(("answered", id_, -1, Kind.TEMPLATE))
     return found
 
 
@@ -72,47 +191,17 @@ def _add_calls(calls: list[Any], number: int, found: list[Content]) -> None:
         if function is not call and ("name" in call or "arguments" in call):
             raise KeyError
         ids = [given.get("id") for given in ((call,) if function is call else (call, function))]
-        found += (Content("id", each, *_DETAIL) for each in ids if isinstance(each, str))
-        found.append(Content("next" if place else "call", function["name"], number, Kind.CALL))
+        found += (("id", each, -1, Kind.TEMPLATE) for each in ids if isinstance(each, str))
+        found.append(("next" if place else "call", function["name"], number, Kind.CALL))
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            found.append(Content("written", arguments, *_DETAIL))
+            found.append(("written", arguments, -1, Kind.TEMPLATE))
         elif arguments is not None:
-            pieces: list[str] = []
-            places: list[Range] = []
-            _write(arguments, pieces, places, 0)
-            found.append(Content("arguments", "".join(pieces), *_DETAIL, tuple(places)))
+            found.append((_ARGUMENTS, to_json(arguments), -1, Kind.TEMPLATE))
 
 
-def _write(value: Any, pieces: list[str], places: list[Range], at: int) -> int:
-    """Write a value as JSON, as `tojson` does, note the places of its texts, and return its end."""
-
-    def add(piece: str) -> None:
-        nonlocal at
-        pieces.append(piece)
-        at += len(piece)
-
-    if isinstance(value, str):
-        text = encode_basestring(value)
-        if value:
-            places.append((at + 1, at + len(text) - 1))
-        add(text)
-    elif isinstance(value, dict):
-        add("{")
-        for number, (key, each) in enumerate(value.items()):
-            add(f"{', ' if number else ''}{encode_basestring(key)}: ")
-            at = _write(each, pieces, places, at)
-        add("}")
-    elif isinstance(value, list):
-        add("[")
-        for number, each in enumerate(value):
-            if number:
-                add(", ")
-            at = _write(each, pieces, places, at)
-        add("]")
-    else:
-        add(to_json(value))
-    return at
+_ARGUMENTS = "arguments"
+"""The name of the contents in which marks stand around each text."""
 
 
 class KnownText:
@@ -144,7 +233,7 @@ class KnownText:
     def _fit(self, text: str, contents: list[Content], *, has_tools: bool) -> list[Part] | None:
         parts: list[Part] = []
         at, follows, between, unwritten = len(text), "end", self._between, self._unwritten
-        for name, content, message, kind, inner in reversed(contents):
+        for name, content, message, kind in reversed(contents):
             if not content or name in unwritten:
                 follows = f"{name}-{follows}"
                 continue
@@ -155,11 +244,7 @@ class KnownText:
             if not text.endswith(content, 0, at):
                 return None
             end, at, follows = at, at - len(content), name
-            if inner is None:
-                parts.append(Part(at, end, message, kind, len(parts)))
-            else:
-                for a, b in reversed(inner):
-                    parts.append(Part(at + a, at + b, message, kind, len(parts)))
+            parts.append(Part(at, end, message, kind, len(parts)))
         first = between.get(("tools" if has_tools else "", follows))
         if first is None or not (text.endswith(first, 0, at) if has_tools else text[:at] == first):
             return None
@@ -173,41 +258,42 @@ class KnownText:
 
         Nothing is learnt if the template writes contents in another order, or more than once.
         """
-        left, before, at = iter([*parts, None]), "tools" if has_tools else "", 0
-        part = next(left)
+        before, at = "tools" if has_tools else "", 0
+        waiting = [*reversed(parts)]
         found: dict[tuple[str, str], str] = {}
         unwritten: set[str] = set()
         skipped = ""
-        for name, content, message, kind, inner in contents:
+        for name, content, message, kind in contents:
             if not content:
                 skipped += f"{name}-"
                 continue
-            if inner:
-                start = (part.start if part else 0) - inner[0][0]
-            elif inner is not None:
-                start = text.find(content, at, part.start if part else len(text))
+            start = waiting[-1].start if waiting else -1
+            if name == _ARGUMENTS:
+                own = (part.start for part in reversed(waiting) if part.message >= 0)
+                start = text.find(content, at, next(own, len(text)))
+                end = start + len(content)
+                is_here = start >= 0
+                while is_here and waiting and start <= waiting[-1].start <= waiting[-1].end <= end:
+                    waiting.pop()
+                is_here = is_here and not (waiting and waiting[-1].start < end)
             else:
-                start = part.start if part else -1
-            end = start + len(content)
-            expected = [(start + a, start + b) for a, b in ((0, len(content)),) if inner is None]
-            expected += [(start + a, start + b) for a, b in inner or ()]
-            is_here = start >= at and text[start:end] == content
-            taken = 0
-            while is_here and taken < len(expected):
-                is_here = part is not None and part[:4] == (*expected[taken], message, kind)
-                part, taken = (next(left), taken + 1) if is_here else (part, taken)
+                end = start + len(content)
+                is_here = bool(waiting) and waiting[-1][:4] == (start, end, message, kind)
+                is_here = is_here and start >= at and text[start:end] == content
+                if is_here:
+                    waiting.pop()
             if not is_here:
-                if taken or message >= 0:
+                if message >= 0:
                     return
                 unwritten.add(name)
                 skipped += f"{name}-"
                 continue
             found[before, skipped + name] = text[at:start]
             before, at, skipped = name, end, ""
-        if part is None:
+        if not waiting:
             found[before, f"{skipped}end"] = text[at:]
             (first,) = (key for key in found if key[0] in ("", "tools"))
             if has_tools:
                 found[first] = found[first][-_SEEN:]
             self._between |= found
-            self._unwritten = self._unwritten - {each.name for each in contents} | unwritten
+            self._unwritten = self._unwritten - {name for name, *_ in contents} | unwritten

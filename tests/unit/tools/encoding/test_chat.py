@@ -855,8 +855,10 @@ def assert_rendered_as_by_transformers(source: str, made: Iterable[Conversation]
             assert found.text == texts[0]
             said = [each for each in spans[0] if each[0] < each[1]]
             ours = [
-                span
-                for span, owner in zip(found.spans, found.owners, strict=True)
+                (start, end)
+                for start, end, owner in zip(
+                    found.spans[::2], found.spans[1::2], found.owners, strict=True
+                )
                 if owner < 0 or conversation.messages[owner]["role"] == "assistant"
             ]
             assert "generation %}" not in source or ours == said
