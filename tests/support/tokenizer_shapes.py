@@ -58,15 +58,10 @@ _PLANES += [
 
 
 def shape_parts() -> Iterator[tuple[str, tuple[Any, ...], tuple[Any, ...]]]:
-    """Kind, normalizer and pre-tokenizer of every shape in the table that may stand together."""
-    for kind in ("byte-level", "SentencePiece"):
-        parts = itertools.product(shapes.NORMALIZERS[kind], shapes.PRE_TOKENIZERS[kind])
-        for normalizer, pre_tokenizer in sorted(parts, key=str):
-            try:
-                shapes.Shape.from_json(json_of(kind, normalizer, pre_tokenizer))
-            except shapes.Unproved:
-                continue
-            yield kind, normalizer, pre_tokenizer
+    """Kind, normalizer and pre-tokenizer of every shape in the table."""
+    for pre_tokenizer, proved in sorted(shapes.PROVED.items(), key=str):
+        for normalizer in proved.normalizers:
+            yield proved.kind, normalizer, pre_tokenizer
 
 
 def json_of(

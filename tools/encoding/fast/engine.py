@@ -77,7 +77,7 @@ def _fast_json(shape: Shape, *, splits_special: bool) -> bytes:
     kept, _ = sort_tokens(shape, splits_special=splits_special)
     is_sentence_piece = shape.kind == "SentencePiece"
     normalizers = {"type": "Sequence", "normalizers": [*map(json.loads, shape.normalizer)]}
-    steps = [*map(json.loads, shape.substitute.pre_tokenizer)]
+    steps = [*map(json.loads, shape.proved.engine)]
     pre_tokenizers = {"type": "Sequence", "pretokenizers": steps}
     (pre_tokenizer, *others) = steps or [None]
     content = {
@@ -113,7 +113,7 @@ class FastEncoder:
         self._dtype = token_dtype(vocabulary_size)
         shape = supported_shape(json_bytes)
         self._routes = Routes.from_shape(shape, splits_special=splits_special)
-        self._digits = shape.substitute.digits
+        self._digits = shape.proved.digits
         with _raising(EngineUnavailable):
             self._tokenizer: Any = self._load(shape)
         self._largest_bytes = _resident_bytes() + CACHE_BYTES

@@ -152,7 +152,7 @@ def _ranges(shape: Shape) -> tuple[tuple[int, int], ...]:
     none."""
     if shape.kind == "SentencePiece":
         return ()
-    if shape.substitute.digits == 2:
+    if shape.proved.digits == 2:
         return LETTERS + NUMERALS
     tells_signs = any(r"\p{S}" in step for step in shape.pre_tokenizer)
     return LETTERS + SIGNS if tells_signs else LETTERS
@@ -160,7 +160,7 @@ def _ranges(shape: Shape) -> tuple[tuple[int, int], ...]:
 
 def _is_odd(token: AddedToken, shape: Shape) -> bool:
     is_late = token.normalized and shape.kind == "SentencePiece"
-    is_cut = shape.substitute.digits and any(c.isnumeric() or c.isspace() for c in token.content)
+    is_cut = shape.proved.digits and any(c.isnumeric() or c.isspace() for c in token.content)
     return token.single_word or token.lstrip or token.rstrip or is_late or bool(is_cut)
 
 

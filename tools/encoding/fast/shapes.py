@@ -2,8 +2,8 @@
 
 A tokenizer.json is parsed into the types below. They allow the keys and values for which tests
 found the same ids with the fast engine and the reference, in thousands of generated texts for each
-shape in the table. Any other key or value raises `Unproved`. Decoder and post-processor may have
-any value, because they do not change ids.
+row of the table `PROVED`. Any other key or value raises `Unproved`. Decoder and post-processor may
+have any value, because they do not change ids.
 
 Vocabulary and merges are checked too. The fast engine identifies tokens by bytes and the reference
 by strings, so two strings must not stand for the same bytes. If several merges make the same token,
@@ -11,9 +11,10 @@ their order does not matter: earlier merges leave only one pair for its text. Th
 hundreds of thousands of strings, so they use set operations.
 """
 
+import functools
+import itertools
 import json
 import re
-from itertools import chain
 from typing import Any, Literal, NamedTuple
 from unicodedata import is_normalized
 
@@ -95,7 +96,7 @@ def _check_byte_level(
     known = set(letters.values())
     if missing := [b for b in letters if letters[b] not in ids and b not in _NEVER_IN_UTF8]:
         raise Unproved(f"a vocabulary without the byte 0x{missing[0]:02X}")
-    if not known.issuperset(chain.from_iterable(chain.from_iterable(pairs))):
+    if not known.issuperset(itertools.chain.from_iterable(itertools.chain.from_iterable(pairs))):
         raise Unproved("merges of tokens that are not written in bytes")
     for token in ids:
         if known.issuperset(token):
@@ -245,69 +246,65 @@ GPT_4, NANOCHAT = _OPEN_AI % 3, _OPEN_AI % 2
 """Regexes that differ from Llama 3's only in spelling and in the length of numbers."""
 
 
-class Substitute(NamedTuple):
-    """The replacement for a pre-tokenizer that the fast engine lacks, with the same ids."""
+NFC = step_of({"type": "NFC"})
+PREPEND = step_of({"type": "Prepend", "prepend": _MARK})
+SPACES = step_of({"type": "Replace", "pattern": {"String": " "}, "content": _MARK})
+_AT_SPACES = (_split({"String": " "}, "MergedWithPrevious"),)
+_METASPACE = {"type": "Metaspace", "replacement": _MARK}
 
-    pre_tokenizer: tuple[Step, ...]
-    """Steps that the fast engine has."""
+
+class Proved(NamedTuple):
+    """What tests compared for a pre-tokenizer, and how the fast engine cuts texts like it."""
+
+    kind: TokenizerKind
+    normalizers: tuple[tuple[Step, ...], ...]
+    """The normalizers that may stand before it."""
+    engine: tuple[Step, ...]
+    """The steps that the fast engine gets: those of the tokenizer, or others with the same ids."""
     digits: Literal[0, 1, 2] = 0
     """Digits per piece, if texts are cut at numbers before they are encoded; 0: no cuts."""
 
 
-def _substitutes() -> dict[tuple[Step, ...], Substitute]:
-    """Return the pre-tokenizers that the fast engine lacks.
+def _table() -> dict[tuple[Step, ...], Proved]:
+    """Return what is proved, by the steps of the pre-tokenizer.
 
-    Llama 3's regex ends with `\\s*[\\r\\n]+`. Without this `+`, it cuts at the same places: `\\s*`
-    is greedy, so both spellings match up to the last line break of a run of white space.
+    Llama 3's regex ends with `\\s*[\\r\\n]+`. Without this `+`, it cuts at the same places:
+    `\\s*` is greedy, so both spellings match up to the last line break of a run of white space.
     """
-    found: dict[tuple[Step, ...], Substitute] = {}
-    found[_DIGITS, GPT_2] = Substitute((GPT_2,), 1)
+    table: dict[tuple[Step, ...], Proved] = {}
+
+    def pieces(steps: tuple[Step, ...], *normalizers: tuple[Step, ...]) -> None:
+        table[steps] = Proved("SentencePiece", normalizers, steps)
+
+    def of_bytes(
+        steps: tuple[Step, ...], engine: tuple[Step, ...], digits: Literal[0, 1, 2] = 0
+    ) -> None:
+        table[steps] = Proved("byte-level", ((), (NFC,)), engine, digits)
+
+    pieces((), (SPACES,), (PREPEND, SPACES))
+    pieces(_AT_SPACES, (SPACES,))
+    for scheme, split in itertools.product(("always", "first", "never"), (False, True)):
+        pieces((step_of(_METASPACE | {"prepend_scheme": scheme, "split": split}),), ())
+
+    for step in (GPT_2, _GPT_2_PREFIXED):
+        of_bytes((step,), (step,))
+    of_bytes((_DIGITS, GPT_2), (GPT_2,), 1)
     (llama_3,) = REGEXES["Llama 3, OLMo 2"]
-    spellings: dict[str, Literal[0, 2]] = {
-        llama_3.replace(r"[\r\n]+|\s+(", r"[\r\n]|\s+("): 0,
-        GPT_4: 0,
-        NANOCHAT: 2,
-    }
-    for regex, digits in spellings.items():
-        for behavior, invert in (("Isolated", False), ("Removed", True)):
-            ours, known = (split_steps((r,), behavior, invert=invert) for r in (regex, llama_3))
-            found[ours] = Substitute(known, digits)
-    return found
+    for behavior, invert in (("Isolated", False), ("Removed", True)):
+        split_by = functools.partial(split_steps, behavior=behavior, invert=invert)
+        for name, regexes in REGEXES.items():
+            if not (invert and name == "DeepSeek V3"):
+                of_bytes(split_by(regexes), split_by(regexes))
+        of_bytes(
+            split_by((llama_3.replace(r"[\r\n]+|\s+(", r"[\r\n]|\s+("),)), split_by((llama_3,))
+        )
+        of_bytes(split_by((GPT_4,)), split_by((llama_3,)))
+        of_bytes(split_by((NANOCHAT,)), split_by((llama_3,)), 2)
+    return table
 
 
-SUBSTITUTES = _substitutes()
-
-NFC = step_of({"type": "NFC"})
-PREPEND = step_of({"type": "Prepend", "prepend": _MARK})
-SPACES = step_of({"type": "Replace", "pattern": {"String": " "}, "content": _MARK})
-NORMALIZERS: dict[TokenizerKind, set[tuple[Step, ...]]] = {
-    "byte-level": {(), (NFC,)},
-    "SentencePiece": {(), (SPACES,), (PREPEND, SPACES)},
-}
-_AT_SPACES = (_split({"String": " "}, "MergedWithPrevious"),)
-_METASPACE = {"type": "Metaspace", "replacement": _MARK}
-_METASPACES = {
-    (step_of(_METASPACE | {"prepend_scheme": scheme, "split": split}),)
-    for scheme in ("always", "first", "never")
-    for split in (False, True)
-}
-PRE_TOKENIZERS: dict[TokenizerKind, set[tuple[Step, ...]]] = {
-    "byte-level": {
-        (GPT_2,),
-        (_GPT_2_PREFIXED,),
-        *(split_steps(regexes, "Isolated", invert=False) for regexes in REGEXES.values()),
-        *(
-            split_steps(regexes, "Removed", invert=True)
-            for name, regexes in REGEXES.items()
-            if name != "DeepSeek V3"
-        ),
-        *SUBSTITUTES,
-    },
-    "SentencePiece": {(), _AT_SPACES, *_METASPACES},
-}
-"""The table of shapes: any normalizer of a kind with any pre-tokenizer of this kind, except for the
-combinations that `_check_together` rejects. Sequences are flattened. Options that only change
-offsets do not matter."""
+PROVED = _table()
+"""The table of proofs. Sequences are flattened. Options that only change offsets do not matter."""
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -342,30 +339,22 @@ class Shape(msgspec.Struct, frozen=True):
         return shape
 
     @property
-    def substitute(self) -> Substitute:
-        """The pre-tokenizer that the fast engine uses instead of `pre_tokenizer`."""
-        return SUBSTITUTES.get(self.pre_tokenizer, Substitute(self.pre_tokenizer))
+    def proved(self) -> Proved:
+        """The row of the table."""
+        return PROVED[self.pre_tokenizer]
 
     def _check(self) -> None:
-        if self.normalizer not in NORMALIZERS[self.kind]:
-            raise Unproved(f"the normalizer {_words(self.normalizer)} of a {self.kind} tokenizer")
-        if self.pre_tokenizer not in PRE_TOKENIZERS[self.kind]:
+        contents = [token.content for token in self.added_tokens]
+        proved, of_kind = PROVED.get(self.pre_tokenizer), f"of a {self.kind} tokenizer"
+        if proved is None or proved.kind != self.kind:
+            raise Unproved(f"the pre-tokenizer {_words(self.pre_tokenizer)} {of_kind}")
+        if self.normalizer not in proved.normalizers:
             raise Unproved(
-                f"the pre-tokenizer {_words(self.pre_tokenizer)} of a {self.kind} tokenizer"
+                f"the normalizer {_words(self.normalizer)} before the pre-tokenizer "
+                f"{_words(self.pre_tokenizer)} {of_kind}"
             )
-        self._check_together()
-
-    def _check_together(self) -> None:
-        """Reject combinations of parts for which the engines differ."""
-        model, contents = self.model, [token.content for token in self.added_tokens]
-        if self.kind == "SentencePiece" and model.ignore_merges:
+        if self.kind == "SentencePiece" and self.model.ignore_merges:
             raise Unproved("`ignore_merges` of a SentencePiece tokenizer")
-        if self.pre_tokenizer == _AT_SPACES and self.normalizer != (SPACES,):
-            raise Unproved("a Split at spaces which no normalizer has replaced")
-        if self.normalizer and self.pre_tokenizer in _METASPACES:
-            raise Unproved("Metaspace after a normalizer")
-        if self.kind == "SentencePiece" and not (self.normalizer or self.pre_tokenizer):
-            raise Unproved("a SentencePiece tokenizer that does nothing about spaces")
         if "" in contents or len(set(contents)) < len(contents):
             raise Unproved("added tokens that are empty, or there twice")
         if any(len(text) > _LONGEST_TOKEN for text in contents):
