@@ -76,6 +76,36 @@ def test_a_finished_run_repeated_otherwise_is_refused_by_the_difference(
         make(corpus, out, tokenizer)
 
 
+OTHERS: dict[str, Any] = {
+    "shard_size": "40KB",
+    "validation": 0.5,
+    "limit": 3,
+    "exclude": ("*.none",),
+    "split": ("test=*00.txt",),
+    "encoding": "latin-1",
+    "max_record": 5_000_000,
+    "fim_rate": 0.5,
+    "add_special_tokens": True,
+    "special_tokens_in_text": "split",
+    "engine": "tokenizers",
+    "tokenizer": None,
+}
+"""Another value of each option that decides about the bytes."""
+
+
+def test_every_option_that_decides_about_bytes_is_compared(
+    corpus: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    out = tmp_path / "out"
+    make(corpus, out, tokenizer)
+    before = files_of(out)
+    for option, value in OTHERS.items():
+        given = {"tokenizer": tokenizer, option: value}
+        with pytest.raises(ConfigError, match=rf"--{option.replace('_', '-')}.*: before .*, now "):
+            make(corpus, out, **given)
+    assert files_of(out) == before
+
+
 def test_a_trained_tokenizer_is_recognised_as_well(corpus: Path, tmp_path: Path) -> None:
     options = Options(paths=(str(corpus), str(tmp_path / "out")), vocab_size=300)
     assert not make_dataset(options).already_finished
