@@ -449,7 +449,7 @@ class Watch:
     @_guarded
     def _scaled(self, scaler: Any) -> None:
         """Count a step that the scaler skipped, because a gradient was infinite."""
-        if scaler.is_enabled() and not self._calls_since_update and self._meter is not None:
+        if scaler.is_enabled() and not self._calls_since_update and self.run.by_optimizer:
             self.run.skipped += 1
             self._end_step()
         self._calls_since_update = 0

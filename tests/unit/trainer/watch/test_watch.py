@@ -302,6 +302,15 @@ def scaler_that_skips() -> None:
         optimizer.zero_grad()
 
 
+def scaler_that_only_skips() -> None:
+    model = Model()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.0), torch.amp.GradScaler("cpu")
+    for _ in range(40):
+        scaler.scale(model(torch.ones(4, 8)) * float("inf")).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
 def no_optimizer() -> None:
     model = Model()
     for _ in range(40):
@@ -336,6 +345,7 @@ def compiled_step() -> None:
         (optimizer_for_each_weight, (20,), "of 4 optimizers"),
         (subclass_that_calls_its_base, (20,), "20 steps, at last of Own"),
         (scaler_that_skips, (40,), "40 steps of SGD; the scaler skipped 4 of them"),
+        (scaler_that_only_skips, (24,), "24 steps, which are backward passes"),
         (no_optimizer, (24,), "24 steps, which are backward passes"),  # 16 are needed to be sure
         (late_optimizer, (8,), "8 steps of SGD"),
         (compiled_step, (4, 19, 20), "steps"),
