@@ -132,6 +132,11 @@ def test_another_data_set_is_not_written_over(
     (tmp_path / "begun/.made_by.json").write_text('{"CORPUS": ["x"]}')
     with pytest.raises(ConfigError, match="holds an unfinished run"):
         copy_data_set(str(documents), str(tmp_path / "begun"))
+    shutil.copy(documents / ".made_by.json", tmp_path / "begun")
+    (tmp_path / "begun/.parts").mkdir()
+    (tmp_path / "begun/.parts/plan.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds an unfinished run"):
+        copy_data_set(str(documents), str(tmp_path / "begun"))
     keep_in_memory(monkeypatch, documents)
     with pytest.raises(ConfigError, match=r"^memory://x: nothing can be written there"):
         copy_data_set(str(documents), "memory://x")
