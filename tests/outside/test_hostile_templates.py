@@ -31,6 +31,8 @@ REJECTED = {
     "texts": "{% set x = 'a' * 10**7 %}" + LOOP + "{{ x }}{% endfor %}",
     "doubled": "{% set n = namespace(x='aaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}"
     "{% endfor %}{{ n.x }}",
+    "doubled by format": "{% set n = namespace(x='aaaa') %}{% for i in range(60) %}"
+    "{% set n.x = '{}{}'.format(n.x, n.x) %}{% endfor %}{{ n.x | length }}",
     "join": "{{ (['a' * 10**6] * 10**5) | join }}",
     "replace": "{{ ('a' * 10**7) | replace('a', 'b' * 1000) }}",
     "replace nothing": "{{ ('a' * 10**7).replace('', 'b' * 10000) }}",
@@ -49,6 +51,7 @@ REFUSED = {
     "parentheses": "{{ " + "(" * 2000 + ")" * 2000 + " }}",
     "operators": "{{ 1" + "+1" * 100_000 + " }}",
     "tags": "{% if 1 %}" * 5000 + "{% endif %}" * 5000,
+    "branches": "{% if 0 %}" + "{% elif 0 %}" * 100_000 + "{% endif %}",
     "unclosed": "{% if",
     "unclosed comments": "{#" * 400_000,
     "unclosed tags": "{% set " * 140_000,
@@ -59,6 +62,7 @@ REFUSED = {
     "deep": DEEP + "{{ n.x }}",
     "deep equals": DEEP.replace("1", "2") + "{{ n.x == [n.x] }}" + "{{ n.x | tojson }}",
     "namespace": "{% set n = namespace() %}{% set m = n %}{% set n.x = m %}{{ n }}",
+    "namespace of a block": "{% with n = namespace() %}{% set n.x = n %}{{ n }}{% endwith %}",
     "namespace in a loop": NEW + "{% for m in [n] %}{% set n.x = m %}{% endfor %}{{ n }}",
     "memory": "{% set x = ['a' * 10**6] * 10000 %}{{ x | string | length }}",
     "list": LOOP + "{% set x = messages.extend(messages) %}{% endfor %}",

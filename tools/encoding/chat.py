@@ -306,11 +306,11 @@ class ChatTemplate:
         """Find the contents in the text, and what {% generation %} encloses, if it is not known.
         Count the messages whose thinking, and whose text, is missing.
         """
-        contents = contents_of(conversation) if known.is_useful else None
+        needs_marks = self._renderer.has_generation and not self._renderer.writes_in_order
+        contents = contents_of(conversation) if known.is_useful and not needs_marks else None
         has_tools = bool(conversation.tools)
         if contents and (parts := known.fit(text, contents, has_tools=has_tools)):
-            needs_said = self._renderer.has_generation and not self._renderer.writes_in_order
-            return parts, self._generated(conversation, text) if needs_said else [], (0, 0)
+            return parts, [], (0, 0)
         found = self._marked(conversation, text)
         if contents and found:
             known.learn(text, contents, found[0], has_tools=has_tools)
