@@ -575,21 +575,6 @@ def test_files_without_records_and_missing_columns_do_not_change_the_layout(
     assert found == [False, False, True, True]
 
 
-@pytest.mark.parametrize("system", [False, True])
-def test_a_chosen_conversation_that_has_the_prompt_does_not_repeat_it(
-    tmp_path: Path, tokenizer: Path, system: bool
-) -> None:
-    before: list[Message] = [{"role": "system", "content": "Be brief."}] if system else SHORT[0]
-    asked = [*before, {"role": "user", "content": "Second?"}]
-    pair = {
-        name: [*asked, {"role": "assistant", "content": text}]
-        for name, text in {"chosen": "yes", "rejected": "no"}.items()
-    }
-    make([{"prompt": "Second?", **pair}], tmp_path / "out", tokenizer)
-    make([pair], tmp_path / "alone", tokenizer)
-    assert texts_of(tmp_path / "out") == texts_of(tmp_path / "alone")
-
-
 def test_a_completion_that_lacks_the_prompt_is_rejected(tmp_path: Path, tokenizer: Path) -> None:
     other = [{"role": "user", "content": "other"}, {"role": "assistant", "content": "A"}]
     pairs = [{"prompt": text, "completion": other} for text in ("lost", " other\n")]

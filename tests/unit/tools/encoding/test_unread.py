@@ -130,10 +130,11 @@ PARTS = [{"type": "text", "text": "q"}]
         ([SYSTEM, user(PARTS)], [user("q")]),
         ([SYSTEM, user("q")], []),
         ([SYSTEM], [user("q")]),
+        (" q\n", [SYSTEM, user("q")]),
     ],
 )
 def test_messages_that_answers_repeat_are_written_once(
-    prompt: list[Message], before: list[Message], tmp_path: Path, model: Path
+    prompt: str | list[Message], before: list[Message], tmp_path: Path, model: Path
 ) -> None:
     answers = {"chosen": [*before, answer("good")], "rejected": [*before, answer("bad")]}
     texts, _, _ = run([{"prompt": prompt, **answers}], tmp_path, model)
