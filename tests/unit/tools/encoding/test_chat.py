@@ -663,9 +663,7 @@ def test_bad_records_are_named_and_the_rest_goes_on(tmp_path: Path, tokenizer: P
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (("--chat-template", "missing.jinja"), "`--chat-template` missing.jinja: cannot be read"),
         (("--chat-template", "{broken}"), "the chat template is not valid: "),
-        (("--template-argument", "mood"), "`--template-argument` 'mood': expected NAME=VALUE"),
         (("--template-argument", "moood=1"), "moood: has no effect, because the chat template"),
         (("--template-argument", "tools=1"), "tools: has no effect, because the chat template"),
         (("--end-token", "</s>"), "`--end-token` has no effect with `--task chat`"),
@@ -681,12 +679,6 @@ def test_wrong_options_are_rejected(
     code = 1 if "template is" in expected else 2
     made = make([{"messages": SHORT[0]}], tmp_path / "out", tokenizer, *given, expect=code)
     assert expected in made.stderr
-
-
-def test_a_tokenizer_without_template_is_rejected(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_bytes(tokenizer_json())
-    made = make([{"messages": SHORT[0]}], tmp_path / "out", tmp_path, expect=1)
-    assert "has no chat template" in made.stderr
 
 
 def test_templates_that_depend_on_chance_are_rejected(tmp_path: Path, tokenizer: Path) -> None:

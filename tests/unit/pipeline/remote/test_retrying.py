@@ -1,4 +1,4 @@
-"""A file of lines is cut where one look from its beginning to its end would cut it."""
+"""Work in threads gives its results in order, and begins no more after an error."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
