@@ -653,7 +653,9 @@ def test_m18_part_of_a_model_is_trained(hub: dict[str, Path], tmp_path: Path) ->
         assert not any("embed_tokens" in key for key in state if key.startswith("optimizer."))
     both = ("--lora", 2, "--trainable", "score*,model.norm.*")
     call(train.main, *words, "--run-dir", tmp_path / "both", *both)
-    named = {name for name in weights_in(tmp_path / "both", 3) if "lora_" not in name}
+    both_at = [weights_in(tmp_path / "both", step) for step in (1, 3)]
+    assert any("lora_B" in name for name, w in both_at[1].items() if not w.equal(both_at[0][name]))
+    named = {name for name in both_at[1] if "lora_" not in name}
     assert {name.partition(".modules")[0] for name in named} == {"score", "model.norm.weight"}
     all_of_it = call(train.main, *words, "--run-dir", tmp_path / "all").stderr
     assert "all trained" in all_of_it

@@ -113,12 +113,16 @@ def test_auto_names_the_remedies_if_nothing_fits(every_task: Path, tmp_path: Pat
         Trainer(config)
 
 
-def test_a_run_with_auto_is_the_run_with_the_number(every_task: Path, tmp_path: Path) -> None:
+def test_a_run_with_auto_is_the_run_with_the_number(
+    every_task: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = auto(every_task, tmp_path / "auto", "lm packed", dropout=0.1)
     run(config, stop_after=2)
     written = TrainConfig.of_run(config.run_dir)
     assert written is not None
-    run(dataclasses.replace(config, resume=True))  # keeps the number
+    with caplog.at_level("INFO"):
+        run(dataclasses.replace(config, resume=True))
+    assert "as when the run began" in caplog.text
     run(dataclasses.replace(written, resume=False, run_dir=tmp_path / "number"))
     for key in ("loss", "validation_loss"):
         found, wanted = (read_metrics(tmp_path / name, key) for name in ("auto", "number"))

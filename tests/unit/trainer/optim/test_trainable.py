@@ -51,4 +51,5 @@ def test_adapters_and_matching_weights_are_trained_together(tmp_path: Path) -> N
         "model.model.layers.1.mlp.up_proj.base_layer.weight",
     }
     assert all(w.dtype == torch.float32 for w in after.values())
+    assert any("q_proj.lora_B" in name for name in after)
     assert not any(torch.equal(after[name], before[name].float()) for name in after)
