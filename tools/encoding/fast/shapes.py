@@ -260,7 +260,7 @@ class Proved(NamedTuple):
     normalizers: tuple[tuple[Step, ...], ...]
     """The normalizers that may stand before it."""
     engine: tuple[Step, ...]
-    """The steps that the fast engine gets: those of the tokenizer, or others with the same ids."""
+    """Steps for the fast engine. They may differ from the tokenizer's if the ids are equal."""
     digits: Literal[0, 1, 2] = 0
     """Digits per piece, if texts are cut at numbers before they are encoded; 0: no cuts."""
 
