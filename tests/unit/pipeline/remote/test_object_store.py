@@ -2,7 +2,6 @@
 
 import io
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -102,22 +101,6 @@ def test_a_large_object_comes_in_pieces_of_one_version(
     monkeypatch.setattr(object_store.ObjectStore, "_part", changed)
     with pytest.raises(RemoteError, match=r"large: was changed while it was read \(412 Pre"):
         remote.store.read("large")
-
-
-def test_of_many_that_create_one_wins(remote: Remote) -> None:
-    with ThreadPoolExecutor(8) as threads:
-        for round in range(5):
-            names = [f"claim{round}"] * 8
-            won = list(threads.map(remote.store.create, names, [b"%d" % n for n in range(8)]))
-            assert sum(won) == 1
-            assert remote.content(names[0]) == b"%d" % won.index(True)
-
-
-def test_checksum_comes_back_with_head(remote: Remote, tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(DATA)
-    remote.store.write("x", tmp_path / "file")
-    info = remote.store.head("x")
-    assert (info.size, info.metadata[XXH3_KEY]) == (len(DATA), xxh3_64_hexdigest(DATA))
 
 
 def test_a_list_goes_on_where_it_was_cut(remote: Remote) -> None:
