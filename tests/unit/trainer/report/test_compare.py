@@ -2,13 +2,10 @@
 
 import json
 import random
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.commands import call
 from support.reports import cause, full_lines, report_of, stall_of, write_run
 
@@ -172,28 +169,3 @@ def test_page_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     ended = call(report_command.main, "compare", tmp_path / "a", tmp_path / "b")
     assert "verdict" in ended.stdout
     assert ended.stderr.endswith("compare.html: not written: Is a directory\n")
-
-
-@given(
-    st.sampled_from(["report.json", "metrics.jsonl", "config.yaml"]),
-    st.lists(st.integers(0, 2**31), min_size=1, max_size=3),
-    st.booleans(),
-)
-def test_flipped_bits_never_give_a_traceback(name: str, places: list[int], is_run: bool) -> None:
-    lines = "".join(json.dumps(line | {"steps_per_s": 4.0}) + "\n" for line in full_lines(9))
-    found = report_of() if is_run else {"stall": noisy(1, 0.1)}
-    with tempfile.TemporaryDirectory() as parent:
-        for run in ("a", "b"):
-            folder = write_run(Path(parent) / run, found, lines)
-            (folder / "config.yaml").write_text("seed: 7\nlora: {rank: 8}\n" * is_run)
-        content = bytearray((folder / name).read_bytes() or b" ")
-        for place in places:
-            content[place // 8 % len(content)] ^= 1 << place % 8
-        (folder / name).write_bytes(content)
-        try:
-            comparison = Comparison.of(Path(parent) / "a", folder)
-        except ConfigError:
-            return
-        assert comparison.summary()
-        assert comparison.page()
-        assert comparison.as_dict()

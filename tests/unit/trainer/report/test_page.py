@@ -18,6 +18,7 @@ from support.reports import full_lines, report_of, stall_of, write_run
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.tools import report as report_command
+from tokenfeed.trainer.report.compare import Comparison
 from tokenfeed.trainer.report.page import RunData, page_of, write_page
 from tokenfeed.trainer.stall import StallReport
 from tokenfeed.trainer.stall.plots import Plot, Series, compact, thinned
@@ -263,7 +264,7 @@ def test_flipped_bits_never_give_a_traceback(name: str, places: list[int], is_ru
     report["remote"] = store | {"wait_s": waits}
     report = report if is_run else {"stall": stall}
     with tempfile.TemporaryDirectory() as parent:
-        lines = "".join(json.dumps(line) + "\n" for line in full_lines(3))
+        lines = "".join(json.dumps(line | {"steps_per_s": 4.0}) + "\n" for line in full_lines(9))
         folder = write_run(Path(parent) / "run", report, lines)
         (folder / "config.yaml").write_text("seed: 7\nshards: x\nrun_dir: y\n" * is_run)
         content = bytearray((folder / name).read_bytes() or b" ")
@@ -276,6 +277,10 @@ def test_flipped_bits_never_give_a_traceback(name: str, places: list[int], is_ru
             return
         assert run.summary()
         assert page_of(run)
+        comparison = Comparison.of(write_run(Path(parent) / "other", report, lines), folder)
+        assert comparison.summary()
+        assert comparison.page()
+        assert comparison.as_dict()
 
 
 def test_report_command_needs_no_store_and_no_writable_folder(tmp_path: Path) -> None:

@@ -50,39 +50,30 @@ def filled(
     return accounts
 
 
-def test_accounts_steady_device_reports_work_minus_busy() -> None:
-    traces = {at: [traced(at, 0.007, at)] for at in (10, 50, 90)}
-    read = filled(100, traces).read()
-    assert read.seconds == pytest.approx(1.0)
-    assert sum(read.inside.values()) == pytest.approx(0.3)
-    low, high = read.interval()
-    assert (low, high) == pytest.approx((0.3 - 0.003 * 0.7, 0.3 + 0.003 * 0.7))
+TRACES = {at: [traced(at, 0.007, at)] for at in (10, 50, 90)}
+EXPOSED = {at: [traced(at, 0.007, at, exchanging=0.003)] for at in (10, 90)}
+CHANGE = {0: [traced(0, 0.007, 1)], 99: [traced(99, 0.008, 2)]}
 
 
-def test_accounts_speed_change_widens_interval_as_documented() -> None:
-    read = filled(100, {0: [traced(0, 0.007, 1)], 99: [traced(99, 0.008, 2)]}).read()
-    assert sum(read.inside.values()) == pytest.approx(0.25, abs=1e-4)
-    assert read.most - sum(read.inside.values()) == pytest.approx(100 * 0.001, rel=0.01)
-
-
-def test_accounts_step_queued_in_time_is_not_idle() -> None:
-    traces = {at: [traced(at, 0.007, at)] for at in (10, 90)}
-    read = filled(100, traces, lambda number: step(number, ahead=0.01)).read()
-    assert (sum(read.inside.values()), read.least, read.most) == (0.0, 0.0, 0.0)
-
-
-def test_accounts_ahead_step_that_waits_for_other_ranks_is_idle() -> None:
-    traces = {at: [traced(at, 0.007, at, exchanging=0.003)] for at in (10, 90)}
-    read = filled(100, traces, lambda number: step(number, ahead=0.01)).read()
-    assert sum(read.inside.values()) == pytest.approx(0.3)
-    assert read.inside["communication"] == pytest.approx(0.3)
-
-
-def test_accounts_without_trace_reports_gaps_and_bound() -> None:
-    read = filled(100, {}, lambda number: step(number, ahead=0.004, gaps={"data": 0.002})).read()
-    assert not read.is_inside_measured
-    assert (sum(read.inside.values()), read.least, read.most) == pytest.approx((0.0, 0.0, 0.6))
+@pytest.mark.parametrize(
+    ("traces", "figures", "inside"),
+    [
+        (TRACES, {}, (0.3, 0.3 - 0.003 * 0.7, 0.3 + 0.003 * 0.7)),
+        (CHANGE, {}, (0.25, 0.15, 0.35)),  # as documented: 100 steps * 1 ms
+        (TRACES, {"ahead": 0.01}, (0.0, 0.0, 0.0)),  # queued in time
+        (EXPOSED, {"ahead": 0.01}, (0.3, 0.298, 0.302)),  # and yet waits for other ranks
+        ({}, {"ahead": 0.004}, (0.0, 0.0, 0.6)),
+    ],
+)
+def test_accounts_of_equal_steps(traces: Any, figures: Any, inside: tuple[float, ...]) -> None:
+    read = filled(100, traces, lambda number: step(number, gaps={"data": 0.002}, **figures)).read()
+    assert read.seconds == pytest.approx(1.2)
     assert read.gaps == {"data": pytest.approx(0.2)}
+    assert read.is_inside_measured == bool(traces)
+    found = sum(read.inside.values()), read.least, read.most
+    assert found == pytest.approx(inside, abs=2e-3 if traces is CHANGE else 2e-4)
+    if traces is EXPOSED:
+        assert read.inside["communication"] == pytest.approx(0.3)
 
 
 def test_accounts_rare_gap_in_left_out_step_counts_once() -> None:
