@@ -2,27 +2,22 @@
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.trainer.report.page import RunData, plots_of
 from tokenfeed.trainer.stall.causes import Cause
-from tokenfeed.trainer.stall.plots import fits
 from tokenfeed.trainer.stall.stall_page import page_templates, save_page
-from tokenfeed.trainer.stall.stall_report import Interval, Sample
+from tokenfeed.trainer.stall.stall_report import Interval
 
 COMPARISON_FILE = "compare.html"
 _MOST_CAUSES, _MOST_SETTINGS = 4, 3
 _LEAST_CAUSE = 0.005
 """A cause gets a row if it takes this share of the time of one of the runs."""
-_MOST_PARTS, _LEAST_PARTS = 16, 6
 _OWN = ("run_dir", "config")
 """Settings that differ between any two runs."""
 
@@ -191,8 +186,6 @@ def _rows(a: RunData, b: RunData) -> Iterator[Row]:
         name="ms a step",
         a=_milliseconds(first.step_seconds),
         b=_milliseconds(second.step_seconds),
-        a_interval=_step_interval(a),
-        b_interval=_step_interval(b),
     )
     yield Row(name="real tokens/s", a=first.real_tokens_per_s, b=second.real_tokens_per_s)
     if first.padding is not None or second.padding is not None:
@@ -201,40 +194,6 @@ def _rows(a: RunData, b: RunData) -> Iterator[Row]:
 
 def _milliseconds(seconds: float | None) -> float | None:
     return None if seconds is None else 1e3 * seconds
-
-
-def _step_interval(run: RunData) -> Interval | None:
-    """Return the 95 % interval of the milliseconds per step, from parts of the run.
-
-    Neighbouring steps are alike, so the spread of single steps would give too narrow an interval.
-    The means of a few long parts are nearly independent.
-    """
-    windows = [each for each in _windows(run) if all(x > 0 and fits(x) for x in each)]
-    size = max(1, ceil_div(len(windows), _MOST_PARTS))
-    parts = [windows[at : at + size] for at in range(0, len(windows), size)]
-    mean, count = run.stall.step_seconds, len(parts)
-    if count < _LEAST_PARTS or mean is None or not fits(mean):
-        return None
-    sums = [
-        (sum(steps for steps, _ in part), sum(seconds for _, seconds in part)) for part in parts
-    ]
-    spread = math.hypot(*(seconds - mean * steps for steps, seconds in sums))
-    quantile = 1.96 + 2.372 / (count - 1) + 2.823 / (count - 1) ** 2  # of Student's distribution
-    total = sum(steps for steps, _ in sums)
-    half = quantile * spread * math.sqrt(count / (count - 1)) / total
-    return 1e3 * (mean - half), 1e3 * (mean + half)
-
-
-def _windows(run: RunData) -> Iterator[tuple[float, float]]:
-    """Yield steps and seconds of consecutive parts of a run."""
-    if run.report is None:
-        zero = Sample(step=0, steps=0, seconds=0.0, tokens=0, causes={})
-        for before, after in pairwise([zero, *run.stall.samples]):
-            yield after.steps - before.steps, after.seconds - before.seconds
-        return
-    for last, line in pairwise(line for line in run.lines if line.steps_per_s):
-        steps = line.step - last.step
-        yield steps, steps / (line.steps_per_s or math.inf)
 
 
 def _changed(a: RunData, b: RunData) -> dict[str, tuple[Any, Any]]:

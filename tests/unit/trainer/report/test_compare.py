@@ -1,13 +1,12 @@
 """`report compare`: two runs side by side, in 15 lines, as a page, and for programs."""
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.commands import call
-from support.reports import cause, full_lines, report_of, stall_of, write_run
+from support.reports import cause, report_of, stall_of, write_run
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.tools import report as report_command
@@ -102,39 +101,6 @@ def test_settings_that_differ_are_listed_and_cut(tmp_path: Path) -> None:
         "compile": [None, True],
         "track": [None, ["wandb"]],
     }
-
-
-def noisy(seed: int, mean: float) -> dict[str, Any]:
-    """A report with samples of 64 parts of 20 steps, whose seconds differ by 5 %."""
-    draw, seconds, samples = random.Random(seed), 0.0, []
-    for part in range(1, 65):
-        seconds += 20 * mean * draw.gauss(1, 0.05)
-        sums = {"steps": 20 * part, "seconds": seconds, "tokens": 0, "causes": {}}
-        samples.append({"step": 20 * part + 5} | sums)
-    return stall_of(steps=1280, seconds=seconds, samples=samples)
-
-
-def test_interval_of_a_step_holds_its_mean_in_95_of_100_runs(tmp_path: Path) -> None:
-    held, widths = 0, []
-    for seed in range(200):
-        for name in ("a", "b"):
-            (tmp_path / name).mkdir(exist_ok=True)
-            (tmp_path / name / "report.json").write_text(json.dumps({"stall": noisy(seed, 0.1)}))
-        rows = Comparison.of(tmp_path / "a", tmp_path / "b").rows
-        (row,) = [row for row in rows if row.name == "ms a step"]
-        assert row.a_interval is not None
-        held += row.a_interval[0] <= 100 <= row.a_interval[1]
-        widths.append(row.a_interval[1] - row.a_interval[0])
-    assert held >= 185
-    assert max(widths) < 5  # of 100 ms
-
-
-def test_runs_of_train_have_an_interval_of_a_step_from_progress_lines(tmp_path: Path) -> None:
-    lines = [line | {"steps_per_s": 4.0 + 0.01 * (line["step"] % 3)} for line in full_lines(30)]
-    for name in ("a", "b"):
-        write_run(tmp_path / name, report_of(), "".join(json.dumps(x) + "\n" for x in lines))
-    shown = Comparison.of(tmp_path / "a", tmp_path / "b").summary()
-    assert "[" in row_of(shown, "ms a step")
 
 
 def test_run_without_a_measured_step_is_compared_by_what_is_known(tmp_path: Path) -> None:
