@@ -171,7 +171,7 @@ class Accounts:
 
         Without a valid trace, the most idle seconds are the work that is not proven ahead.
         """
-        sums, extra, gaps, guessed = self._totals()
+        sums, extra, gaps, guessed = self._totals(with_extra=bool(self._times))
         whole = sums.sum(0)
         # Gaps of most steps are those of the usable steps. Rare gaps are known of all steps.
         is_usual = 2 * gaps[:, 2] > whole[:, 0].sum()
@@ -198,19 +198,20 @@ class Accounts:
             is_inside_measured=is_measured,
         )
 
-    def _totals(self) -> tuple[Array, Array, Array, float]:
-        """Return `_sums`, `_extra`, `_gaps` and `_guessed` with the recent steps."""
+    def _totals(self, *, with_extra: bool = True) -> tuple[Array, Array, Array, float]:
+        """Return `_sums`, `_extra`, `_gaps` and `_guessed` with the recent steps. Only traces need
+        `_extra` and `_guessed`; a loop of short steps on a CPU would notice the time."""
         sums, extra, gaps = self._sums.copy(), self._extra.copy(), self._gaps.copy()
         steps = [step for step in self._recent if step.is_usable]
         weights = self._weights()
-        for place, cause in enumerate(CAUSES):
-            found = [
-                (at, step.gaps[cause]) for at, step in enumerate(self._recent) if cause in step.gaps
-            ]
-            if found:
-                at, seconds = zip(*found, strict=True)
-                weight = weights[[*at]]
-                gaps[place] += sum(seconds), weight @ seconds, weight.sum()
+        found: dict[str, list[tuple[int, float]]] = {}
+        for at, step in enumerate(self._recent):
+            for cause, gap in step.gaps.items():
+                found.setdefault(cause, []).append((at, gap))
+        for cause, places in found.items():
+            steps_with, seconds = zip(*places, strict=True)
+            weight = weights[[*steps_with]]
+            gaps[CAUSES.index(cause)] += sum(seconds), weight @ seconds, weight.sum()
         if not steps:
             return sums, extra, gaps, self._guessed
         weights = weights[[step.is_usable for step in self._recent]]
@@ -223,6 +224,8 @@ class Accounts:
         marks = np.where(is_ahead, np.minimum(outside, marks), marks)
         rows = [np.ones_like(work), work, ahead, size, number, size * number, marks]
         np.add.at(sums, (piece, is_ahead), (weights * np.array(rows)).T)
+        if not with_extra:
+            return sums, extra, gaps, self._guessed
         start, slope = _line(self._traced)
         pace = _robust_line(start + slope * size, work)
         level = np.maximum(1e-12, pace * _medians(work / pace))
