@@ -165,7 +165,7 @@ def test_loading_a_state_in_the_middle_of_the_loop_goes_there(folder: Path) -> N
 def windows_ready(loader: ShardLoader) -> int:
     pool = pool_of(loader)
     pool._drain(0)
-    return sum(pending.is_answered() for pending in pool._pending)
+    return sum(pending.answer is not None for pending in pool._pending)
 
 
 def test_a_slow_loop_finds_windows_ready_and_does_not_wait(folder: Path) -> None:

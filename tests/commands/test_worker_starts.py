@@ -153,15 +153,23 @@ def test_memory_that_is_refused_to_a_worker_is_an_error_and_no_bug(
         deliver(folder, num_workers=1)
 
 
+@pytest.mark.parametrize(
+    ("number", "error", "message"),
+    [
+        (errno.ENOMEM, LoaderError, r"[\d,]+ bytes .*Cannot allocate memory.*`num_workers`"),
+        (errno.EBADF, OSError, "Bad file descriptor"),  # our bug: a traceback
+    ],
+)
 def test_memory_that_is_refused_to_the_parent_is_an_error_and_no_bug(
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    error: type[Exception],
+    message: str,
 ) -> None:
-    monkeypatch.setattr(worker.mmap, "mmap", refuse(errno.ENOMEM))
-    with pytest.raises(LoaderError, match=r"4,096 bytes .*Cannot allocate memory.*`num_workers`"):
-        worker.map_buffer(0, 4096)
-    monkeypatch.setattr(worker.mmap, "mmap", refuse(errno.EBADF))
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        worker.map_buffer(0, 4096)
+    monkeypatch.setattr(worker.mmap, "mmap", refuse(number))
+    with pytest.raises(error, match=message):
+        deliver(folder, num_workers=1)
 
 
 def test_a_worker_without_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
