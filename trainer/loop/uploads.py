@@ -325,7 +325,8 @@ def fetch_newest(config: TrainConfig) -> None:
     """Download the newest checkpoint and the best one of a run that goes on, if only the copy has
     them, with the run's settings, metrics and report.
 
-    The newest checkpoint gets its name last, so a killed download leaves no incomplete copy.
+    The newest checkpoint gets its name last, so a killed download leaves no incomplete copy. The
+    mark comes first: with a checkpoint and without a mark, the folder would be of another run.
 
     Raises:
         ResumeError: A checkpoint there is damaged, or the copy cannot be read.
@@ -337,12 +338,15 @@ def fetch_newest(config: TrainConfig) -> None:
     step = copy.steps()[-1]
     _log.info("downloading step %d from %s", step, copy.name)
     try:
+        if (mark := copy.read(MARK_FILE)) is not None:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            atomic_write(run_dir / MARK_FILE, mark)
         with contextlib.closing(MetricsFile(run_dir)), here.new(step) as folder:
             best = copy.get(step, folder).meta.best
             if best and best.step not in (step, *here.steps()):
                 with here.new(best.step) as other:
                     copy.get(best.step, other)
-            for name in (*_FIRST, *_LAST, MARK_FILE):
+            for name in (*_FIRST, *_LAST):
                 if (data := copy.read(name)) is not None:
                     atomic_write(run_dir / name, data)
     except TokenfeedError:

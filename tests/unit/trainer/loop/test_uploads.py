@@ -102,8 +102,11 @@ def of(*steps: int) -> list[str]:
     return [f"step-{step:08d}" for step in steps]
 
 
-def test_best_checkpoint_is_uploaded_first_and_kept(tmp_path: Path, remote: Remote) -> None:
+def test_best_checkpoint_is_uploaded_first_and_kept(
+    tmp_path: Path, remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = saving_config(tmp_path, tmp_path / "run", upload=address_of(remote), keep=1)
+    check_upload(config)
     checkpoints = Checkpoints.of_run(config.run_dir)
     saver = Saver(checkpoints, 1, CPU)
     for step in (1, 2, 3):
@@ -114,7 +117,19 @@ def test_best_checkpoint_is_uploaded_first_and_kept(tmp_path: Path, remote: Remo
     puts = [line for line in remote.proxy.seen if "PUT" in line and "checkpoint.json" in line]
     assert [line.split("/")[-2] for line in puts] == of(1, 2, 3)
     shutil.rmtree(config.run_dir)
-    fetch_newest(dataclasses.replace(config, resume=True))
+    resumed, read = dataclasses.replace(config, resume=True), RunCopy.read
+
+    def broken_off(copy: RunCopy, name: str) -> bytes | None:
+        if name == "upload.json":
+            return read(copy, name)
+        raise ConnectionResetError
+
+    with monkeypatch.context() as broken:
+        broken.setattr(RunCopy, "read", broken_off)
+        with pytest.raises(ResumeError, match="cannot be downloaded"):
+            fetch_newest(resumed)
+    assert checkpoints.steps() == [1]  # of this run, though the download goes on with the newest
+    fetch_newest(resumed)
     assert (checkpoints.steps(), checkpoints.best()) == ([1, 3], best_of(1))
 
 
