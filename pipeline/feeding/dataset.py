@@ -127,6 +127,7 @@ class ShardDataset(IterableDataset[WindowSlice]):
             )
         loader = ShardLoader(path, batching=batching, num_workers=0, **settings)
         self._maker, self._form = loader._window_maker(), loader._form
+        self._ranks = loader._ranks
         self.epochs = loader.epochs
         self._epoch = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._share_epoch()
@@ -147,6 +148,7 @@ class ShardDataset(IterableDataset[WindowSlice]):
         self._share_epoch()
 
     def __iter__(self) -> Iterator[WindowSlice]:
+        self._ranks.check_now()
         worker = get_worker_info()
         return self._slices(self.epoch, *((worker.id, worker.num_workers) if worker else (0, 1)))
 

@@ -290,6 +290,7 @@ class ShardLoader:
 
     def __iter__(self) -> Pass:
         check_no_copies()
+        self._ranks.check_now()
         if self._begins_anew and not self._is_resumed:
             self._begin(self._epoch)
         self._is_resumed = False

@@ -118,6 +118,20 @@ class RankPlacement:
     rank: int
     world_size: int
     num_streams: int = 1
+    is_given: bool = True
+    """False if the rank is that of torch.distributed, or 0 because it was not initialized."""
+
+    def check_now(self) -> None:
+        """Raise a ConfigError if torch.distributed now has another rank or world size for this
+        process, as after `torch.multiprocessing.spawn` of a function that got the loader."""
+        now = None if self.is_given else _ranks_of_torch()
+        if now not in (None, (self.rank, self.world_size)):
+            raise ConfigError(
+                f"this loader was made for rank {self.rank} of {self.world_size}, but now this "
+                f"process has rank {now[0]} of {now[1]}: ranks would get the same rows. Make the "
+                "loader in each process, after `init_process_group`, or pass `rank` and "
+                "`world_size`."
+            )
 
     @property
     def group_size(self) -> int:
@@ -149,10 +163,9 @@ def resolve_ranks(
     """
     if rank == "launcher":
         rank, world_size = _launched_ranks(world_size)
-    distributed: Any = sys.modules.get("torch.distributed")  # not imported: not initialized
-    running = distributed and distributed.is_available() and distributed.is_initialized()
+    present, is_given = _ranks_of_torch(), rank is not None
     name, launched = first_number(*_PROCESSES)
-    if None in (rank, world_size) and not running and (launched or 1) > 1:
+    if None in (rank, world_size) and present is None and (launched or 1) > 1:
         raise ConfigError(
             f"{name}={launched}: {launched} processes were started, but torch.distributed is not "
             "initialized, so every process would get all rows. Make the loader after "
@@ -162,10 +175,8 @@ def resolve_ranks(
     if (rank is None) != (world_size is None):
         given = f"`rank`={rank}" if world_size is None else f"`world_size`={world_size}"
         raise ConfigError(f"{given}: pass both `rank` and `world_size`, or neither.")
-    if rank is None:
-        rank = distributed.get_rank() if running else 0
-    if world_size is None:
-        world_size = distributed.get_world_size() if running else 1
+    if rank is None or world_size is None:
+        rank, world_size = present or (0, 1)
     world_size = checks.whole("world_size", world_size, least=1, most=checks.MOST)
     if num_streams == "nodes":
         num_streams = _nodes_of(world_size)
@@ -173,7 +184,15 @@ def resolve_ranks(
     if world_size % num_streams:
         raise ConfigError(f"`num_streams`={num_streams} does not divide `world_size`={world_size}.")
     rank = checks.whole("rank", rank, most=world_size - 1, other=", below `world_size`")
-    return RankPlacement(rank, world_size, num_streams)
+    return RankPlacement(rank, world_size, num_streams, is_given)
+
+
+def _ranks_of_torch() -> tuple[int, int] | None:
+    """Return the rank and the world size of torch.distributed; None if it is not initialized."""
+    distributed: Any = sys.modules.get("torch.distributed")  # not imported: not initialized
+    if not (distributed and distributed.is_available() and distributed.is_initialized()):
+        return None
+    return distributed.get_rank(), distributed.get_world_size()
 
 
 def _launched_ranks(world_size: int | None) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from support.delivery import POLICIES, Span, open_loader, spans
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tokenfeed import Fixed, ShardLoader, Stage, ranks_of
+from tokenfeed import Fixed, Padded, ShardDataset, ShardLoader, Stage, ranks_of
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.planning.policies import Batching
 
@@ -110,6 +110,18 @@ def process(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def test_loader_made_before_the_ranks_were_is_refused(folder: Path) -> None:
+    loader, window_slices = open_loader(folder), ShardDataset(folder, Padded(512))
+    given = open_loader(folder, rank=0, world_size=1)
+    with process(1, 2):  # as in a function that `torch.multiprocessing.spawn` has started
+        for early in (loader, window_slices):
+            with pytest.raises(ConfigError, match="made for rank 0 of 1, but now this process has"):
+                iter(early)
+        assert steps_of(given) == steps_of(open_loader(folder, rank=0, world_size=1))
+    with process(0, 1):
+        assert steps_of(loader)
 
 
 SHAPE, NAMES = (2, 2, 2), ("dp_replicate", "dp_shard", "tp")
