@@ -7,6 +7,7 @@ member of `FieldKind` and a line of `_SCALARS` or `_ITEMS`.
 """
 
 import contextlib
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -236,6 +237,8 @@ RAW_KINDS = (FieldKind.JSON, FieldKind.OPTIONAL_JSON, FieldKind.ANY)
 
 _LONGEST_NAMES = 200
 """Characters."""
+NO_FIELD = "\0"
+"""A field that no record has. The rejects of all records show which fields the records have."""
 
 
 class Reject(NamedTuple):
@@ -340,6 +343,18 @@ def shown_names(names: Iterable[str]) -> str:
     return shown if len(shown) <= _LONGEST_NAMES else f"{shown[:_LONGEST_NAMES]}..."
 
 
+def lacks(what: str, name: str, names: Iterable[str]) -> str:
+    """Return the reason for rejecting a record, or a table, without a field or column.
+
+    Args:
+        what: "field" or "column".
+        name: The missing field. For `NO_FIELD`, the reason ends with all names as JSON.
+        names: The fields that the record has.
+    """
+    shown = json.dumps([*names]) if name == NO_FIELD else shown_names(names)
+    return f"no {what} `{name}`; it has: {shown}"
+
+
 def too_long(num_bytes: int, most_bytes: int) -> str:
     """Return the reason for rejecting a record or a field that is too long."""
     return f"has {num_bytes:,} bytes, more than the {most_bytes:,} of `--max-record`"
@@ -353,7 +368,7 @@ def rejected(record: int, fields: Fields, reason: str) -> Records:
 
 def _field(row: dict[str, Any], name: str, check: Callable[[Any], Any]) -> Any:
     if name not in row:
-        raise Unusable(f"no field `{name}`; it has: {shown_names(row)}")
+        raise Unusable(lacks("field", name, row))
     try:
         if isinstance(row[name], Unusable):
             raise row[name]

@@ -126,11 +126,12 @@ def _message(raw: Any, name: str) -> Message:
     calls = message.get("tool_calls") or []
     if not (isinstance(calls, list) and all(map(_is_call, calls))):
         raise Unusable(f"has {name} with tool_calls that are not a list of objects with a name")
-    for key in _THINKING:
-        if isinstance(thinking := message.get(key), str):
-            # The order is that of transformers: templates may write a message as JSON.
-            message = {"thinking": thinking, **message, "reasoning_content": thinking}
-            break
+    if key := next((key for key in _THINKING if key in message), None):
+        if not isinstance(thinking := message[key], str):
+            kind = type(thinking).__name__
+            raise Unusable(f"has {name} whose {key} is {kind}, expected text")
+        # The order is that of transformers: templates may write a message as JSON.
+        message = {"thinking": thinking, **message, "reasoning_content": thinking}
     content = message.get("content")
     if isinstance(content, list):
         for part in content:

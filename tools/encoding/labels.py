@@ -156,9 +156,20 @@ def _too_many(field: str, what: str) -> CorpusError:
 
 
 def _saved_names(sources: list[InputFile], field: str) -> tuple[str, ...]:
-    """Return the class names in the schemas of the files, by `datasets`, if all are equal."""
-    names = {_names_in(source, field) for source in sources}
-    return names.pop() if len(names) == 1 else ()
+    """Return the class names in the schemas of the files, by `datasets`, if all have them.
+
+    Raises:
+        CorpusError: Two files name the classes differently, so a number has two meanings.
+    """
+    names = {_names_in(source, field): source.name for source in sources}
+    named = [*filter(None, names)]
+    if len(named) > 1:
+        first, second = (f"{names[each]} has {', '.join(each)[:200]}" for each in named[:2])
+        raise CorpusError(
+            f"the numbers of field `{field}` mean other classes in other files: {first}; {second}. "
+            "Cast both to the same ClassLabel by `datasets`, or turn the numbers into names."
+        )
+    return named[0] if len(names) == len(named) else ()
 
 
 def _names_in(source: InputFile, field: str) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ decides whether a finished or unfinished output was made by the same command.
 
 import contextlib
 import dataclasses
+import json
 import logging
 import re
 from collections import Counter
@@ -26,7 +27,7 @@ from tokenfeed.pipeline.text import public
 from tokenfeed.tools.corpus.field_paths import columns_of, nested, possible_columns
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
 from tokenfeed.tools.corpus.input_files import FilePart, IdFacts, InputFile, whole
-from tokenfeed.tools.corpus.records import FieldKind, Fields, Records, Unusable
+from tokenfeed.tools.corpus.records import NO_FIELD, FieldKind, Fields, Records, Unusable
 from tokenfeed.tools.corpus.sources import Corpus, Known, find_corpus
 from tokenfeed.tools.corpus.spool import NAMED_RECORDS, Spool
 from tokenfeed.tools.corpus.units import (
@@ -57,8 +58,8 @@ format. With fewer than `FEW_ROWS` records, the share is the least one. With so 
 largest, and it falls as the corpus grows. So rows of train become rows of validation only when the
 corpus grows to `FEW_ROWS` records."""
 _PROBED_RECORDS, _PROBED_FILES, _PROBED_BYTES = 10_000, 16, 1 << 24
-_NAMED_FILES, _NO_FIELD = 4, "\0"
-"""Files whose fields are named if they are not read; and a field that none has."""
+_NAMED_FILES = 4
+"""Files whose fields are named if they are not read."""
 _TOKEN = re.compile(r"<\|\w+\|>")
 """Matches special tokens as most chat templates write them."""
 
@@ -314,13 +315,13 @@ def unread_fields(corpus: Corpus, task: TaskEncoder) -> dict[str, str]:
     counts: Counter[str] = Counter()
     total = 0
     for source in corpus.sources[:_NAMED_FILES]:
-        for records in islice(_first_records({_NO_FIELD: FieldKind.TEXT}, source), 1):
+        for records in islice(_first_records({NO_FIELD: FieldKind.TEXT}, source), 1):
             for reject in islice(records.rejects, NAMED_RECORDS):
-                begin, _, names = reject.reason.partition(f" `{_NO_FIELD}`; it has: ")
-                unread = [n for n in names.removesuffix("...").split(", ") if n not in read]
+                begin, _, names = reject.reason.partition(f" `{NO_FIELD}`; it has: ")
+                unread = [n for n in json.loads(names or "[]") if n not in read]
                 if begin == "no column":
                     shares |= dict.fromkeys(unread, "a column")
-                elif names and names != "no fields":
+                else:
                     counts.update(unread)
                 total += begin == "no field"
     return shares | {n: f"{count:,} of {total:,} records" for n, count in counts.items()}

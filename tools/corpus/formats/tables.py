@@ -28,9 +28,9 @@ from tokenfeed.tools.corpus.records import (
     Unusable,
     fits,
     is_text,
+    lacks,
     records_of,
     rejected,
-    shown_names,
     too_long,
 )
 
@@ -169,7 +169,7 @@ def column_problem(schema: pa.Schema, fields: Fields) -> str | None:
         if name not in schema.names:
             if kind is FieldKind.OPTIONAL_JSON:
                 continue
-            return f"no column `{name}`; it has: {shown_names(schema.names)}"
+            return lacks("column", name, schema.names)
         if schema.names.count(name) > 1:
             return f"has {schema.names.count(name)} columns `{name}`"
         if not fits(schema.field(name).type, kind):

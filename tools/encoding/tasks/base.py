@@ -53,6 +53,9 @@ _MEANINGFUL = {"chosen", "rejected", "label", "instruction", "history", "loss_ma
 _MEANINGFUL |= {"attention_mask", "completion_mask", "assistant_masks", "weight", "messages"}
 """Usual names of fields that change what a record means."""
 
+_OF_LAYOUTS = {"messages", "prompt", "completion", "chosen", "rejected"}
+"""Fields of conversations that cannot be named beside those of any other layout."""
+
 _OTHER_NAMES = {"kto_tag": "label", "functions": "tools"}
 """Usual names of fields that a task reads only if they are named, with the task's own names."""
 
@@ -143,7 +146,8 @@ class TaskEncoder(ABC):
             prompt = self.named["prompt"]
             return f"give --field prompt='{{{prompt}}}\\n{{input}}' completion=NAME"
         own = _OTHER_NAMES.get(field, field)
-        if own in self.kinds and not (own == "label" and "chosen" in self.named):
+        is_label_of_pair = own == "label" and "chosen" in self.named
+        if own in self.kinds and own not in _OF_LAYOUTS and not is_label_of_pair:
             return f"give --field {own}={field} beside the other fields"
         if own == "label" and "completion" in self.named:
             return "--task chat rejects records whose label is false"

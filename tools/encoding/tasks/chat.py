@@ -387,6 +387,12 @@ class ChatEncoder(TaskEncoder):
         )
         if tools is not None and not isinstance(tools, list):
             raise Unusable(f"field `{self.tools}` is {type(tools).__name__}, expected a list")
+        for tool in tools or ():
+            if not isinstance(tool, dict):  # transformers takes functions, too
+                kind = type(tool).__name__
+                raise Unusable(
+                    f"field `{self.tools}` has a tool that is {kind}, expected an object"
+                )
         if arguments is not None and not isinstance(arguments, dict):
             kind = type(arguments).__name__
             raise Unusable(f"field `{self.template_arguments}` is {kind}, expected an object")

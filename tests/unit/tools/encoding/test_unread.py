@@ -583,3 +583,49 @@ def test_losses_that_would_ignore_weights_refuse_them(tmp_path: Path, model: Pat
     args = transformers.TrainingArguments(str(tmp_path / "trainer"), max_steps=1, report_to=[])
     with loader, pytest.raises(ConfigError, match=said):
         ShardTrainer(model=torch.nn.Linear(1, 1), args=args, train_dataset=loader)
+
+
+def test_numbers_that_mean_other_classes_in_another_file_are_refused(
+    tmp_path: Path, model: Path
+) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for file, names in (("a", ["neg", "pos"]), ("b", ["pos", "neg"])):
+        rows = datasets.Dataset.from_dict({"text": ["x"], "label": [1]})
+        cast = rows.cast_column("label", datasets.ClassLabel(names=names))
+        cast.to_parquet(str(folder / f"{file}.parquet"))
+    options = ("--task", "classify", "--tokenizer", model, "--validation", 0)
+    done = call(main, folder, tmp_path / "out", *options, expect=1)
+    for said in ("a.parquet has neg, pos; ", "b.parquet has pos, neg. Cast both"):
+        assert said in done.stderr
+
+
+def test_records_with_a_wrong_tool_or_thinking_cost_only_themselves(
+    tmp_path: Path, model: Path
+) -> None:
+    good = [user("q"), answer("a")]
+    records = [
+        {"messages": [user("q"), answer("a", reasoning={"effort": "low"})]},
+        {"messages": good, "tools": ["search"]},
+        {"messages": good, "tools": [{"name": "search"}]},
+    ]
+    texts, _, _ = run(records, tmp_path, model)
+    assert len(texts) == 1
+    rejects = (tmp_path / "out/rejects.jsonl").read_text()
+    assert "message 2 whose reasoning is dict, expected text" in rejects
+    assert "field `tools` has a tool that is str, expected an object" in rejects
+
+
+def test_every_field_of_a_wide_record_is_named(tmp_path: Path, model: Path) -> None:
+    wide = {f"column number {n}, unused": 0 for n in range(20)}
+    records = [{"input_ids": [5, 6], **wide, "loss_mask": [0, 1]}]
+    _, _, done = run(records, tmp_path, model, task="ids")
+    assert "the field `loss_mask` was not read" in done.stderr
+    assert "column number 0, unused (1 of 1 records)" in done.stdout
+
+
+def test_a_prompt_beside_messages_is_no_reason_for_advice(tmp_path: Path, model: Path) -> None:
+    records = [{"messages": [user("q"), answer("a")], "prompt": "q", "prompt_id": "7"}]
+    _, _, done = run(records, tmp_path, model)
+    assert "prompt (1 of 1 records), prompt_id" in done.stdout
+    assert "warning" not in done.stderr
