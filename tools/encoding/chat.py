@@ -366,12 +366,7 @@ class ChatTemplate:
                 too many.
         """
         messages, said = conversation.messages, []
-        turns = sum(message["role"] == "assistant" for message in messages)
-        if turns * (len(text) + _MESSAGE_COST * len(messages)) > _MOST_WORK:
-            raise Unusable(
-                f"has {len(messages):,} messages of {len(text):,} characters: to render the "
-                f"conversation up to each of them takes too long. {self._remedy}"
-            )
+        self._check_work(conversation, text, of_turn=2)
         for turn, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -383,6 +378,9 @@ class ChatTemplate:
             if turn + 1 < len(messages):
                 until = self._text(conversation.until(turn + 1))
             if not (text.startswith(until) and until.startswith(before)):
+                self._check_work(conversation, text, of_turn=5)
+                before, until = self._by_another(conversation, turn, before, text)
+            if not until:
                 raise Unusable(
                     f"message {turn + 1}: it is not certain where it begins and ends, because the "
                     f"template renders it otherwise in a longer conversation. {self._remedy}"
@@ -395,6 +393,58 @@ class ChatTemplate:
                 end = stop.end() if stop else len(until)
             said.append((len(before), end))
         return said
+
+    def _by_another(
+        self, conversation: Conversation, turn: int, prompt: str, text: str
+    ) -> tuple[str, str]:
+        """Return the text before a message and the text up to its end; empty if they are not
+        certain. For templates that write an earlier message otherwise, such as without thinking.
+
+        Another answer takes the place of the message. The text before it must end as the generation
+        prompt does. The text behind it begins with what ends the answer as the last message; the
+        rest is what follows. The conversation must begin with this text, and end with this rest.
+
+        Args:
+            conversation: The whole conversation.
+            turn: The number of the message.
+            prompt: The messages before it, with the generation prompt.
+            text: The rendered conversation.
+        """
+        messages, mark = [*conversation.messages], mark_for(text)
+        if mark is None or turn + 1 == len(messages):
+            return "", ""
+        messages[turn] = {"role": "assistant", "content": mark}
+        changed = replace(conversation, messages=messages)
+        try:
+            asked = self._text(conversation.until(turn))
+            alone, whole = self._text(changed.until(turn + 1)), self._text(changed)
+        except Unusable:
+            return "", ""
+        before, _, rest = whole.partition(mark)
+        header, end = prompt.removeprefix(asked), alone.partition(mark)[2]
+        is_known = (
+            alone.count(mark) == whole.count(mark) == 1
+            and "" != header != prompt
+            and before.endswith(header)
+            and text.startswith(before)
+            and rest.startswith(end)
+            and text.endswith(rest := rest.removeprefix(end), len(before))
+        )
+        return (before, text.removesuffix(rest)) if is_known and rest else ("", "")
+
+    def _check_work(self, conversation: Conversation, text: str, *, of_turn: int) -> None:
+        """Compare the renderings of a conversation, so many for each turn, with the most.
+
+        Raises:
+            Unusable: There are too many.
+        """
+        messages = conversation.messages
+        turns = sum(message["role"] == "assistant" for message in messages)
+        if of_turn * turns * (len(text) + _MESSAGE_COST * len(messages)) > 2 * _MOST_WORK:
+            raise Unusable(
+                f"has {len(messages):,} messages of {len(text):,} characters: to render the "
+                f"conversation up to each of them takes too long. {self._remedy}"
+            )
 
     @functools.cached_property
     def _remedy(self) -> str:

@@ -297,11 +297,32 @@ def test_thinking_that_the_prompt_begins_is_learnt_without_its_beginning() -> No
 
 def test_a_template_that_proves_nothing_is_refused_with_a_training_template() -> None:
     folder = Path(trl.__file__).parent / "chat_templates"
-    for name in ("qwen3", "phi3"):
+    for name in ("deepseek_r1_distill", "phi3"):
         source = (folder / f"{name}.jinja").read_text()
         with pytest.raises(Unusable, match=f"message 2: .*: {name}_training.jinja of TRL$"):
             rendered(source, [*SHORT[0], *SHORT[1]])
         assert (folder / f"{name}_training.jinja").exists()
+
+
+def test_an_answer_whose_thinking_the_template_removes_later_ends_before_the_next_message() -> None:
+    source = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    earlier: list[Message] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "reasoning_content": "t", "tool_calls": [call]},
+        {"role": "tool", "content": "<|x|>"},
+        {"role": "assistant", "content": "<think>\nt\n</think>\n\nb<|im_start|>user\n"},
+    ]
+    found = rendered(source, [*earlier, *SHORT[0]])
+    said = [found.text[a:b] for a, b in pairwise([*found.starts, len(found.text)])]
+    learnt = "".join(
+        text for kind, text in zip(found.kinds, said, strict=True) if kind >= Kind.TEXT
+    )
+    assert learnt == (
+        '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><|im_end|>'
+        "b<|im_start|>user\n<|im_end|><think>\n\n</think>\n\n"
+        f"{SHORT[0][1]['content']}<|im_end|>"
+    )
 
 
 @pytest.mark.parametrize("source", [QWEN, CHATML])
