@@ -29,6 +29,9 @@ Compression = Literal["gz", "zst", "bz2", "xz"]
 READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
 """Exceptions of reading a damaged file."""
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""How a pointer of Git LFS begins, which stands for a file that was not downloaded."""
+
 FIRST_BLOCK_BYTES, BLOCK_BYTES = 1 << 18, 1 << 22
 """Bytes of the first and of the largest block. Each block is twice as large as the previous one,
 because some callers read only the beginning of a file."""

@@ -87,8 +87,8 @@ NOT_A_CORPUS = (
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a file or folder is hidden, or a cache."""
-    return name.startswith(".") or name == "__pycache__"
+    """Return whether a file or folder is hidden, a cache, or what Spark has not committed."""
+    return name.startswith(".") or name in ("__pycache__", "_temporary")
 
 
 def is_data_set(names: Iterable[str]) -> bool:

@@ -34,7 +34,9 @@ from tokenfeed.tools.corpus.formats.registry import (
     compression_of,
     format_in_folder,
     format_of_given,
+    has_known_ending,
     is_binary,
+    is_pointer,
     needs_look,
     unread_given,
     unread_kind,
@@ -486,6 +488,8 @@ class _InputSearch:
         format_ = format_in_folder(name, path, self._field, self._encoding)
         if format_ is FALLBACK and is_binary(path, compression_of(name), self._encoding):
             return None
+        if not has_known_ending(name) and is_pointer(path, _size_and_state(path)[0]):
+            return None  # most likely of a picture or a model
         return format_
 
     def _of_ids(self, name: str) -> Format | None:
@@ -543,6 +547,11 @@ class _InputSearch:
 
     def _source(self, name: str, path: Location, format_: Format) -> InputFile:
         size, state = _size_and_state(path)
+        if is_pointer(path, size):
+            raise CorpusError(
+                f"{name}: is a pointer of Git LFS, and the file itself is not here. Run `git lfs "
+                "pull` in its repository, or leave it out by --exclude."
+            )
         compression = compression_of(name)
         ratio = format_.text_ratio * (_COMPRESSION_RATIO if compression else 1)
         return InputFile(

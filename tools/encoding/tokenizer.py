@@ -35,6 +35,7 @@ from tokenfeed.pipeline.format.manifest import (
 )
 from tokenfeed.pipeline.format.store import Store, local_path, open_store
 from tokenfeed.pipeline.remote.address import object_address
+from tokenfeed.tools.corpus.blocks import LFS_POINTER
 
 _END_TOKENS = (
     "<|endoftext|>",
@@ -382,6 +383,11 @@ def _parse(json_bytes: bytes, origin: object) -> Tokenizer:
         if b"\x00" in json_bytes[:4096] or json_bytes[:1] == b"\n":  # a message of protobuf
             raise TokenizerError(
                 f"{origin}: is a SentencePiece model, not a tokenizer.json. {_CONVERT}"
+            ) from None
+        if json_bytes.startswith(LFS_POINTER):
+            raise TokenizerError(
+                f"{origin}: is a pointer of Git LFS, and the file itself is not here. Run `git lfs "
+                "pull` in its repository."
             ) from None
         if _TIKTOKEN_LINE.match(json_bytes):
             raise TokenizerError(

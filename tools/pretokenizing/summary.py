@@ -1,6 +1,8 @@
 """The figures at the end of `pretokenize`, for people and for scripts."""
 
 import json
+import os
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +19,11 @@ from tokenfeed.tools.data_sets.inspection import unread
 from tokenfeed.tools.encoding.limit import VALIDATION
 from tokenfeed.tools.pretokenizing.inputs import Inputs
 
-_MARKUP = (".html", ".htm", ".xhtml", ".xml", ".svg", ".rtf", ".ipynb", ".srt", ".vtt")
+_MARKUP = (".html", ".htm", ".xhtml", ".xml", ".svg", ".rtf", ".ipynb", ".srt", ".vtt", ".json")
 """Endings of files whose text has much besides words."""
+_RECORDS_INSIDE = re.compile(r"\.(jsonl|ndjson|json|csv|tsv)[^a-z].*$")
+"""Matches the endings of backups and of partial downloads of files with records."""
+_SHOWN_ENDINGS = 5
 _BEGINNING_BYTES = 1 << 20
 """Bytes of rejects.jsonl that are searched for the first reject."""
 
@@ -207,13 +212,24 @@ class Summary:
 
 
 def _markup(sources: Sequence[InputFile]) -> str:
-    """Describe the files with markup that were read as text, or an empty text."""
+    """Describe the files with markup or records that were read as text, or an empty text."""
     texts = (source.name.lower() for source in sources if source.format == FALLBACK.name)
-    counts = Counter(ending for ending in map(ending_of, texts) if ending in _MARKUP)
+    counts = Counter(filter(None, map(_ending_of_markup, texts)))
     if not counts:
         return ""
-    found = ", ".join(f"{count:,} {ending}" for ending, count in counts.most_common())
-    return f"{found}, with their markup. Extract the texts, or leave files out by --exclude"
+    found = [f"{count:,} {ending}" for ending, count in counts.most_common(_SHOWN_ENDINGS)]
+    found += ["others"] * (len(counts) > _SHOWN_ENDINGS)
+    shown = ", ".join(found)
+    return f"{shown}, with their markup. Extract the texts, or leave files out by --exclude"
+
+
+def _ending_of_markup(name: str) -> str:
+    """Return the ending of a name if the content is more than text, like .html or .jsonl.bak."""
+    ending = ending_of(name)
+    if ending in _MARKUP:
+        return ending
+    inner = _RECORDS_INSIDE.search(os.path.basename(name))
+    return inner[0] if inner else ""
 
 
 def _first_reject(output: Place, manifest: Manifest) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from tokenfeed.pipeline.errors import CorpusError
-from tokenfeed.tools.corpus.blocks import READ_ERRORS, Compression, TextBlocks
+from tokenfeed.tools.corpus.blocks import LFS_POINTER, READ_ERRORS, Compression, TextBlocks
 from tokenfeed.tools.corpus.formats.arrow import ARROW
 from tokenfeed.tools.corpus.formats.delimited import CSV, TSV
 from tokenfeed.tools.corpus.formats.json_records import JSON_LINES, JSON_LIST
@@ -131,11 +131,18 @@ _NEVER_TEXT = {".pdf", ".warc"}
 _SNIFFED_BYTES, _LONGEST_SNIFFED_BYTES = 1 << 16, 1 << 25
 """Bytes that are read to detect a format. The larger number is for long first records."""
 _NUL_BYTES = 8192
+_LONGEST_POINTER_BYTES = 1023
+"""By the specification of Git LFS."""
 
 
 def compression_of(name: str) -> Compression | None:
     """Return the compression of a file by the last ending of its name."""
     return _COMPRESSIONS.get(os.path.splitext(name.lower())[1])
+
+
+def has_known_ending(name: str) -> bool:
+    """Return whether the name of a file decides about its format."""
+    return _by_ending(name) is not None
 
 
 def needs_look(name: str) -> bool:
@@ -147,6 +154,8 @@ def needs_look(name: str) -> bool:
 def format_in_folder(name: str, path: Location, field: str, encoding: str | None = None) -> Format:
     """Return the format of a file in a folder; text for an unknown ending.
 
+    Without an ending, the content decides: Hadoop and Spark name parts so.
+
     Args:
         name: Name of the file.
         path: The place to read the file, if the name does not decide.
@@ -154,8 +163,7 @@ def format_in_folder(name: str, path: Location, field: str, encoding: str | None
         encoding: The encoding of text that is not UTF-8.
     """
     format_, compression = _by_ending(name), compression_of(name)
-    has_only_compression = compression and ending_of(name) == ""  # as Hadoop and Spark name parts
-    if has_only_compression or (format_ and format_.is_vague):
+    if ending_of(name) == "" or (format_ and format_.is_vague):
         found = _by_content(path, compression, field, encoding)
         if found is FALLBACK and format_:
             _warn_of_records_inside(name, path, compression, field)
@@ -183,6 +191,13 @@ def format_of_given(name: str, path: Location, field: str, encoding: str | None 
             logger.info("%s: read as %s because it holds such records", name, found.endings[0])
         return found
     return format_in_folder(name, path, field, encoding)
+
+
+def is_pointer(path: Location, num_bytes: int) -> bool:
+    """Return whether a file of this size is a pointer of Git LFS, in place of the file itself."""
+    if num_bytes > _LONGEST_POINTER_BYTES or not isinstance(path, str):
+        return False
+    return beginning_of(path, None, len(LFS_POINTER)).startswith(LFS_POINTER)
 
 
 def is_binary(path: Location, compression: Compression | None, encoding: str | None = None) -> bool:

@@ -198,11 +198,13 @@ def test_every_file_left_out_is_named_with_a_remedy(tmp_path: Path, tokenizer: P
 def test_markup_that_is_read_as_text_is_counted(tmp_path: Path, tokenizer: Path) -> None:
     corpus = tmp_path / "corpus"
     corpus.mkdir()
-    for name in ("a.html", "b.HTML", "c.svg", "d.txt", "e.md", "f.svg.gz"):
+    for name in ("a.html", "b.HTML", "c.svg", "d.txt", "e.md", "f.svg.gz", "g.csv.old"):
         data = b"<p>some words</p>"
         (corpus / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
     made = make(corpus, tmp_path / "out", tokenizer)
-    assert made.facts()["read as text"].startswith("2 .html, 2 .svg, with their markup. ")
+    assert made.facts()["read as text"].startswith(
+        "2 .html, 2 .svg, 1 .csv.old, with their markup. "
+    )
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "a.md").write_text("# words")
     assert make(tmp_path / "plain", tmp_path / "none", tokenizer).facts()["read as text"] == ""

@@ -12,6 +12,7 @@ import pytest
 from support.commands import error_of
 from support.pretokenizing import make
 
+from tokenfeed.pipeline.errors import CorpusError, TokenizerError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.corpus.sources import Corpus, find_corpus, left_out
 from tokenfeed.tools.pretokenizing.inputs import find_inputs
@@ -111,18 +112,34 @@ def corpus_inputs(path: Path, out: Path, tokenizer: Path) -> float:
     return share
 
 
-def test_compressed_records_without_an_inner_ending_are_records(
-    tmp_path: Path, tokenizer: Path
-) -> None:
+def test_records_without_an_ending_are_records(tmp_path: Path, tokenizer: Path) -> None:
     lines = b'{"text": "one"}\n{"text": "two"}\n'
     (tmp_path / "set").mkdir()
     (tmp_path / "set/part-00000.gz").write_bytes(gzip.compress(lines))
     (tmp_path / "set/part-00001.bz2").write_bytes(bz2.compress(lines))
+    (tmp_path / "set/part-00002").write_bytes(lines)
+    (tmp_path / "set/_temporary").mkdir()  # of a task of Spark that was not committed
+    (tmp_path / "set/_temporary/part-00003").write_bytes(lines)
     (tmp_path / "set/words.gz").write_bytes(gzip.compress(b"a text"))
     sources = corpus_of(tmp_path / "set").sources
-    assert [source.format for source in sources] == ["jsonl", "jsonl", "text"]
+    assert [source.format for source in sources] == ["jsonl", "jsonl", "jsonl", "text"]
     make(tmp_path / "set", tmp_path / "out", tokenizer, validation=0.0)
-    assert Manifest.read(tmp_path / "out").splits["train"].rows == 5
+    assert Manifest.read(tmp_path / "out").splits["train"].rows == 7
+
+
+def test_pointers_of_git_lfs_are_never_text(tmp_path: Path, tokenizer: Path) -> None:
+    (tmp_path / "set").mkdir()
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
+    write(tmp_path / "set", "a.jsonl")
+    (tmp_path / "set/picture.png").write_bytes(pointer)
+    corpus = corpus_of(tmp_path / "set")
+    assert [Path(file.name).name for file in corpus.binary] == ["picture.png"]
+    for file in ("set/b.jsonl", "tokenizer.json"):
+        (tmp_path / file).write_bytes(pointer)
+    with pytest.raises(CorpusError, match=r"b\.jsonl: is a pointer of Git LFS.*git lfs pull"):
+        corpus_of(tmp_path / "set")
+    with pytest.raises(TokenizerError, match="is a pointer of Git LFS"):
+        make(tmp_path / "set/a.jsonl", tmp_path / "out", tmp_path / "tokenizer.json")
 
 
 def test_archives_in_a_folder_are_left_out_by_kind(tmp_path: Path) -> None:
