@@ -263,7 +263,7 @@ def compare(source: str, folder: Path, count: int, family: str = "") -> Counter[
     added = loaded.tokenizer.get_added_tokens_decoder().values()
     special = tuple(token.content for token in added if token.special)
     template = ChatTemplate(source=source, special_tokens=special, variables=variables)
-    task = ChatEncoder(chat_template=template, splits_special=True, tools="tools")
+    task = ChatEncoder(chat_template=template, splits_special=True, names={"tools": "tools"})
     draw = random.Random(0)
     messages = [conversation(draw, tools=number % 2 > 0) for number in range(count)]
     tools = [TOOLS if number % 4 == 3 else None for number in range(count)]

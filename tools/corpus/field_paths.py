@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.tools.corpus.records import (
     FieldKind,
@@ -24,7 +26,9 @@ from tokenfeed.tools.corpus.records import (
     Reject,
     Unusable,
     checker,
+    listed,
     shown_names,
+    taken,
 )
 
 _PATH = re.compile(r"([^.\[\]{}]+)((?:\.[^.\[\]{}]+|\[-?[0-9]{1,9}\])*)")
@@ -183,7 +187,7 @@ def _computed(
     made: dict[str, list[Any]] = {name: [] for name in formulas}
     kept: list[int] = []
     rejects: list[Reject] = []
-    for place, values in enumerate(zip(*columns.values(), strict=True)):
+    for place, values in enumerate(zip(*map(listed, columns.values()), strict=True)):
         row = dict(zip(columns, values, strict=True))
         try:
             found = [_checked(name, formulas[name], check, row) for name, check in checks.items()]
@@ -197,7 +201,7 @@ def _computed(
         records,
         numbers=records.numbers[kept],
         fields={
-            name: made[name] if name in made else [columns[name][place] for place in kept]
+            name: made[name] if name in made else taken(columns[name], np.array(kept, np.int64))
             for name in fields
         },
         rejects=[*records.rejects, *rejects],

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from itertools import chain
 from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from tokenfeed.pipeline.arithmetic import offsets_of, take
+from tokenfeed.pipeline.arithmetic import Ragged
 
 _MOST = float(np.finfo(np.float32).max)
 
@@ -248,42 +249,23 @@ class Reject(NamedTuple):
     reason: str
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class IdRows(Sequence[np.ndarray]):
-    """The values of a field with ids, without an object for each record."""
+def taken(column: Any, rows: np.ndarray) -> Any:
+    """Return the values of a field for the records with the given indexes."""
+    return column.take(rows) if isinstance(column, Ragged) else [column[row] for row in rows]
 
-    values: np.ndarray
-    """All ids, one record after another: whole numbers from 0, of any type, shape (N,)."""
-    offsets: np.ndarray
-    """Where each record begins in `values`, and the end, shape (R + 1,), int64."""
 
-    @classmethod
-    def of(cls, rows: "Sequence[np.ndarray]") -> "IdRows":
-        """Return rows, of which `IdRows` are returned as they are, as rows without objects."""
-        if isinstance(rows, IdRows):
-            return rows
-        lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-        return cls(np.concatenate([np.empty(0, np.int64), *rows]), offsets_of(lengths))
+def listed(column: Any) -> list[Any]:
+    """Return the values of a field as one object for each record."""
+    return column.rows() if isinstance(column, Ragged) else column
 
-    @staticmethod
-    def joined(parts: "Sequence[IdRows]") -> "IdRows":
-        """Return all rows of the parts."""
-        lengths = np.concatenate([np.diff(part.offsets) for part in parts])
-        return IdRows(np.concatenate([part.values for part in parts]), offsets_of(lengths))
 
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def __getitem__(self, row: Any) -> Any:
-        if isinstance(row, slice):
-            return [self[each] for each in range(*row.indices(len(self)))]
-        begin, end = self.offsets[row], self.offsets[row + 1]
-        return self.values[begin:end]
-
-    def take(self, rows: np.ndarray) -> "IdRows":
-        """Return the rows with the given numbers, shape (K,), in that order."""
-        lengths = np.diff(self.offsets)[rows]
-        return IdRows(take(self.values, self.offsets, rows), offsets_of(lengths))
+def joined(columns: Sequence[Any]) -> Any:
+    """Return the values of a field for several records one after another."""
+    ragged = [column for column in columns if isinstance(column, Ragged)]
+    if len(ragged) < len(columns):
+        return [*chain.from_iterable(map(listed, columns))]
+    values, lengths = zip(*((column.values, column.lengths) for column in ragged), strict=True)
+    return Ragged(np.concatenate(values), np.concatenate(lengths))
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +275,7 @@ class Records:
     numbers: np.ndarray
     """The number of each record in its file, from 0, shape (R,), uint64."""
     fields: dict[str, Any]
-    """The R values of each field: a list, or `IdRows`."""
+    """The R values of each field: a list, or `Ragged` for ids."""
     rejects: list[Reject] = field(default_factory=list)
     """Rejected records between these records."""
     weight_bytes: float = 0

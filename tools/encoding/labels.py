@@ -15,15 +15,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.input_files import InputFile
-from tokenfeed.tools.corpus.records import FieldKind, Fields
+from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.corpus.units import Unit, fetched_ahead, first_reject, read_records
+
+if TYPE_CHECKING:
+    from tokenfeed.tools.encoding.tasks.base import TaskEncoder
 
 _WHOLE_NUMBER, _CODE = re.compile("0|[1-9][0-9]*"), re.compile("0[0-9]+")
 _FEW = 100
@@ -53,12 +56,7 @@ class Labels:
 class CountLabels:
     """A task for this process or for workers: count the labels of units."""
 
-    fields: Fields
-    """The fields to read."""
-    field: str
-    """The field with the label or labels of a record."""
-    unusable: Callable[[dict[str, list[Any]]], dict[int, str]]
-    """Returns which records have fields that contradict each other."""
+    task: "TaskEncoder"
 
     def begin(self, _: Callable[[float, int, str], None]) -> Callable[[Unit], Counter[str]]:
         """Return the function that counts the labels of a unit."""
@@ -70,51 +68,44 @@ class CountLabels:
         Raises:
             CorpusError: There are too many different labels.
         """
-        counts: Counter[str] = Counter()
+        task, own, counts = self.task, self.task.label_field, Counter[str]()
         for part in fetched_ahead(unit.parts):
-            for records in read_records(part, self.fields):
-                bad = self.unusable(records.fields)
-                values = enumerate(records.fields[self.field])
-                counts.update(self._flat([value for index, value in values if index not in bad]))
+            for records in read_records(part, task.fields):
+                values = task.values_of(records)
+                bad = task.unusable(values)
+                labels = [value for row, value in enumerate(values[own]) if row not in bad]
+                is_list = task.kinds[own] is FieldKind.LABELS
+                counts.update(chain.from_iterable(labels) if is_list else labels)
                 if len(counts) > _MOST_LABELS:
-                    raise _too_many(self.field, _MORE_LABELS)
+                    raise _too_many(task.names[own], _MORE_LABELS)
         return counts
-
-    def _flat(self, labels: list[Any]) -> Iterable[str]:
-        is_list = self.fields[self.field] is FieldKind.LABELS
-        return chain.from_iterable(labels) if is_list else labels
 
 
 def find_labels(
     units: tuple[Unit, ...],
-    work: CountLabels,
-    *,
-    own: str,
-    remedy: Callable[[str], str] = lambda reason: "",
-    counted: Iterable[Counter[str]] | None = None,
+    task: "TaskEncoder",
+    counted: Iterable[Counter[str]],
 ) -> Labels:
     """Find every label of the corpus.
 
     Args:
         units: The corpus.
-        work: Counts the labels of a unit.
-        own: The task's name for the field with the labels, for errors.
-        remedy: Returns what to do about the reason of a rejected record; see `TaskEncoder.remedy`.
-        counted: The labels of the units, in any order. None: this process counts.
+        task: The task, whose labels have no numbers yet.
+        counted: The labels of the units, in any order.
 
     Raises:
         CorpusError: There is no label, there are too many different labels, or labels are of both
             kinds.
     """
-    fields, field = work.fields, work.field
-    counts: Counter[str] = Counter()
-    for found in counted or map(work.of_unit, units):
+    own, counts = task.label_field, Counter[str]()
+    field = task.names[own]
+    for found in counted:
         counts.update(found)
         if len(counts) > _MOST_LABELS:
             raise _too_many(field, _MORE_LABELS)
     if not counts:
-        where, reason = first_reject((part for unit in units for part in unit.parts), fields)
-        way_on, lacks = remedy(reason), ""
+        where, reason = first_reject((part for unit in units for part in unit.parts), task.fields)
+        way_on, lacks = task.remedy(reason), ""
         if not reason or f"`{field}`" in reason:  # else another field has the fault
             way_on = way_on or f" Name another field with `--field {own}=NAME`."
             lacks = f" has a label in field `{field}`"

@@ -9,16 +9,18 @@ both passes are repeated with more candidates.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import xxhash
 
 from tokenfeed.tools.corpus.units import Unit, UnverifiedError
 from tokenfeed.tools.encoding.engines import Engine, ReferenceEngine, Unencodable, load_engine
-from tokenfeed.tools.encoding.record_blocks import RecordBlock, UnitCounts, read_record_blocks
+from tokenfeed.tools.encoding.record_blocks import Ledger, RecordBlock, read_record_blocks
 from tokenfeed.tools.encoding.tasks.base import TaskEncoder
-from tokenfeed.tools.encoding.template import Template
+
+if TYPE_CHECKING:
+    from tokenfeed.tools.encoding.unit import EncodeSettings, Report
 
 TRAIN, VALIDATION = "train", "validation"
 _SPARE = 8
@@ -35,33 +37,8 @@ class Mark(NamedTuple):
     record: int
 
 
-class Marks(NamedTuple):
-    """The marks of R records, shape (R,) each."""
-
-    hashes: np.ndarray
-    sources: np.ndarray
-    records: np.ndarray
-
-    @classmethod
-    def joined(cls, marks: "Iterable[Marks]") -> Self:
-        """Return the marks of all records."""
-        return cls(*(np.concatenate(column) for column in zip(*marks, strict=True)))
-
-    def least(self, most: int) -> "Marks":
-        """Return the first `most` marks, in order."""
-        order = np.lexsort((self.records, self.sources, self.hashes))[:most]
-        return Marks(*(column[order] for column in self))
-
-    def until(self, last: Mark) -> np.ndarray:
-        """Return which marks are not behind `last`, shape (R,), bool."""
-        is_before = self.records <= last.record
-        for column, value in ((self.sources, last.source), (self.hashes, last.hash)):
-            is_before = (column < np.uint64(value)) | ((column == np.uint64(value)) & is_before)
-        return is_before
-
-    def last(self) -> Mark:
-        """Return the last mark."""
-        return Mark(*(int(column[-1]) for column in self))
+Marks = np.ndarray
+"""The marks of R records: hashes, sources and numbers of records, shape (3, R), uint64."""
 
 
 def hashes_of(texts: list[bytes]) -> np.ndarray:
@@ -69,15 +46,23 @@ def hashes_of(texts: list[bytes]) -> np.ndarray:
     return np.fromiter(map(xxhash.xxh3_64_intdigest, texts), np.uint64, len(texts))
 
 
-def marks_of(batch: RecordBlock, hashes: np.ndarray) -> Marks:
-    """Return the marks of the records of a batch."""
-    return Marks(hashes, batch.sources.astype(np.uint64), batch.records.astype(np.uint64))
+def until(marks: Marks, last: Mark) -> np.ndarray:
+    """Return which marks are not behind `last`, shape (R,), bool."""
+    found: np.ndarray = marks[2] <= np.uint64(last.record)
+    for column, value in ((marks[1], last.source), (marks[0], last.hash)):
+        found = (column < np.uint64(value)) | ((column == np.uint64(value)) & found)
+    return found
 
 
-def may_train(batch: RecordBlock, hashes: np.ndarray, validation: float) -> np.ndarray:
-    """Return which records of a batch belong to the split train, shape (R,), bool."""
-    if batch.split is not None:
-        return np.full(len(batch), batch.split == TRAIN)
+def marks_of(block: RecordBlock, hashes: np.ndarray) -> Marks:
+    """Return the marks of the records of a block."""
+    return np.stack([hashes, block.sources.astype(np.uint64), block.records.astype(np.uint64)])
+
+
+def may_train(block: RecordBlock, hashes: np.ndarray, validation: float) -> np.ndarray:
+    """Return which records of a block belong to the split train, shape (R,), bool."""
+    if block.split is not None:
+        return np.full(len(block), block.split == TRAIN)
     return hashes >= np.uint64(int(validation * 2**64))
 
 
@@ -85,26 +70,22 @@ def may_train(batch: RecordBlock, hashes: np.ndarray, validation: float) -> np.n
 class FindLeast:
     """The work on a unit: find the records of the split train with the least hashes."""
 
-    task: TaskEncoder
-    template: Template
+    settings: "EncodeSettings"
     json_bytes: bytes
     """The tokenizer."""
-    vocabulary_size: int
-    splits_special: bool
-    validation: float
     most: int
     last: Mark | None = None
     """Encode the records up to this mark, to return the usable ones. None: encode no record."""
 
-    def begin(self, on_progress: Callable[[float, int, str], None]) -> Callable[[Unit], Marks]:
+    def begin(self, on_progress: "Report") -> Callable[[Unit], Marks]:
         """Load the engine, and return the function that finds the records of a unit."""
         engine = load_engine(
             ReferenceEngine.name,
             self.json_bytes,
-            self.vocabulary_size,
-            splits_special=self.splits_special,
+            self.settings.vocabulary_size,
+            splits_special=self.settings.splits_special,
         )
-        task = self.task.with_tokenizer(self.json_bytes)
+        task = self.settings.task.with_tokenizer(self.json_bytes)
 
         def of_unit(unit: Unit) -> Marks:
             try:
@@ -119,39 +100,39 @@ class FindLeast:
         unit: Unit,
         task: TaskEncoder,
         engine: Engine,
-        on_progress: Callable[[float, int, str], None],
+        on_progress: "Report",
         *,
         in_one_pass: bool,
     ) -> Marks:
         found = _NONE
-        blocks = read_record_blocks(unit, task, UnitCounts(unit, None), in_one_pass=in_one_pass)
-        for batch in blocks:
-            on_progress(batch.weight_bytes, 0, "")
-            hashes = hashes_of(task.texts(batch.values))
-            marks, is_wanted = marks_of(batch, hashes), may_train(batch, hashes, self.validation)
-            if len(found.hashes) == self.most:
-                is_wanted &= marks.until(found.last())
+        blocks = read_record_blocks(unit, task, Ledger(unit, None), in_one_pass=in_one_pass)
+        for block in blocks:
+            on_progress(block.weight_bytes, 0, "")
+            hashes = hashes_of(task.texts(block.values))
+            marks = marks_of(block, hashes)
+            is_wanted = may_train(block, hashes, self.settings.validation)
+            if found.shape[1] == self.most:
+                is_wanted &= until(marks, Mark(*found[:, -1].tolist()))
             if self.last is not None:
-                is_wanted &= marks.until(self.last)
+                is_wanted &= until(marks, self.last)
             places = np.flatnonzero(is_wanted)
             if self.last is not None and len(places):
-                places = places[self._usable(batch.take(places), task, engine)]
-            more = Marks(*(column[places] for column in marks))
-            found = Marks.joined([found, more]).least(self.most)
+                places = places[self._usable(block.take(places), task, engine)]
+            found = _least([found, marks[:, places]], self.most)
         return found
 
-    def _usable(self, batch: RecordBlock, task: TaskEncoder, engine: Engine) -> np.ndarray:
+    def _usable(self, block: RecordBlock, task: TaskEncoder, engine: Engine) -> np.ndarray:
         """Return which records have tokens and can be written, shape (R,), bool."""
         try:
-            return task.encode(batch.values, engine.encode, self.template).has_text
+            return task.encode(block.values, engine.encode, self.settings.template).has_text
         except Unencodable:
-            if len(batch) == 1:
+            if len(block) == 1:
                 return np.zeros(1, bool)
-            each = (batch.take(np.array([place])) for place in range(len(batch)))
+            each = (block.take(np.array([place])) for place in range(len(block)))
             return np.concatenate([self._usable(one, task, engine) for one in each])
 
 
-_NONE = Marks(*np.empty((3, 0), np.uint64))
+_NONE: Marks = np.empty((3, 0), np.uint64)
 
 
 def find_last(
@@ -167,19 +148,21 @@ def find_last(
     most = limit + limit // _SPARE + _SPARE
     while True:
         candidates = _least(found(replace(work, most=most)), most)
-        if len(candidates.hashes) <= limit:
+        if candidates.shape[1] <= limit:
             return None
-        usable = _least(found(replace(work, most=limit, last=candidates.last())), limit)
-        if len(usable.hashes) == limit:
-            return usable.last()
-        if len(candidates.hashes) < most:
+        last = Mark(*candidates[:, -1].tolist())
+        usable = _least(found(replace(work, most=limit, last=last)), limit)
+        if usable.shape[1] == limit:
+            return Mark(*usable[:, -1].tolist())
+        if candidates.shape[1] < most:
             return None
         most *= _MORE
 
 
-def _least(found: Iterator[Marks], most: int) -> Marks:
-    """Return the least marks of all units, with those of few units in memory."""
+def _least(found: Iterable[Marks], most: int) -> Marks:
+    """Return the first `most` marks, in order, with the marks of few units in memory."""
     least = _NONE
     for marks in found:
-        least = Marks.joined([least, marks]).least(most)
+        both = np.concatenate([least, marks], axis=1)
+        least = both[:, np.lexsort(both[::-1])[:most]]
     return least

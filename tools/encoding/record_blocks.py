@@ -7,9 +7,8 @@ are not copied. Records that a reader or a task rejects are counted with their r
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -25,11 +24,11 @@ from tokenfeed.pipeline.format.manifest import (
 )
 from tokenfeed.pipeline.format.storage import atomic_file
 from tokenfeed.tools.corpus.formats.registry import FORMATS
-from tokenfeed.tools.corpus.records import IdRows, Reject
+from tokenfeed.tools.corpus.records import joined, taken
 from tokenfeed.tools.corpus.units import Unit, fetched_ahead, read_records, with_remedy
 from tokenfeed.tools.encoding.audit import Answers
 from tokenfeed.tools.encoding.engines import EngineName, ReferenceEngine
-from tokenfeed.tools.encoding.tasks.base import TaskEncoder
+from tokenfeed.tools.encoding.tasks.base import TaskEncoder, Values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,23 +80,34 @@ class UnitResult:
         return sum(counts.rejected for counts in self.sources)
 
 
-class UnitCounts:
-    """Counts of a unit by input file, in arrays from the first file of the unit to its last."""
+class Ledger:
+    """The counts of a unit by input file, and the file with its rejects."""
 
-    def __init__(self, unit: Unit, max_rejects: int | None) -> None:
+    def __init__(self, unit: Unit, max_rejects: int | None, folder: Path | None = None) -> None:
+        """Begin with no records.
+
+        Args:
+            unit: The unit.
+            max_rejects: More rejects end the run. None: no limit.
+            folder: The folder for the file, which is created with the first reject. None: no file.
+        """
         self.sample: Answers = {}
         """Texts of the unit with the ids of the fast engine, for the comparison."""
         self.routed = 0
         """Number of texts that only the reference encoded."""
         self.counts: Counter[str] = Counter()
         """Counts by the task, by name."""
-        self._unit = unit
-        self._sources = {part.source.index: part.source for part in unit.parts}
-        self._max_rejects = max_rejects
-        self._rejects: list[tuple[int, int, str]] = []
+        self.sources = {part.source.index: part.source for part in unit.parts}
+        """The input files of the unit, by index."""
+        self._unit, self._max_rejects, self._folder = unit, max_rejects, folder
+        self._waiting: list[tuple[int, int, str]] = []
         """Rejects that are not in the file yet."""
         self._rejected: Counter[int] = Counter()
         """Rejected records by input file."""
+        self._name = f"{PARTS_FOLDER}/{unit.number:05d}.rejects"
+        self._closing = contextlib.ExitStack()
+        self._file: IO[bytes] | None = None
+        self._digest, self._num_bytes = xxhash.xxh3_64(), 0
         self._histograms: dict[str, np.ndarray] = {}
         self._first = unit.parts[0].source.index
         num_sources = unit.parts[-1].source.index - self._first + 1
@@ -118,32 +128,52 @@ class UnitCounts:
         """Count the rows that were written to a split."""
         self._histograms[split] = self._histograms.get(split, 0) + length_histogram(lengths)
 
-    def reject(self, source: int, reject: Reject) -> None:
+    def reject(self, source: int, record: int, reason: str) -> None:
         """Count a rejected record.
 
         Raises:
             CorpusError: There are more rejects than allowed.
         """
-        reason = with_remedy(reject.reason, self._sources[source])
-        self._rejects.append((source, reject.record, reason))
+        file = self.sources[source]
+        reason = with_remedy(reason, file)
+        self._waiting.append((source, record, reason))
         self._rejected[source] += 1
         if self._max_rejects is not None and self._rejected.total() > self._max_rejects:
-            name = self._sources[source].name
-            raise too_many_rejects(name, reject.record, reason, self._max_rejects)
+            raise too_many_rejects(file.name, record, reason, self._max_rejects)
 
-    def take_rejects(self) -> list[tuple[int, int, str]]:
-        """Return the rejects since the last call, in the order of the input."""
-        taken, self._rejects = sorted(self._rejects), []
-        return taken
+    def write_rejects(self) -> None:
+        """Add the rejects since the last call to the file, in the order of the input."""
+        if not self._waiting:
+            return
+        if self._file is None:
+            assert self._folder
+            path = self._folder / self._name
+            self._file = self._closing.enter_context(atomic_file(path, is_shared=True))
+        content = "".join(map(self._line, sorted(self._waiting))).encode()
+        self._waiting = []
+        self._file.write(content)
+        self._digest.update(content)
+        self._num_bytes += len(content)
 
-    def result(
-        self,
-        shards: dict[str, ShardInfo | None],
-        reject_file: FileInfo | None,
-        engine: EngineName,
-    ) -> UnitResult:
-        """Return the result of the unit, given the files that were written."""
-        mine = {part.source.index for part in self._unit.parts}
+    def _line(self, reject: tuple[int, int, str]) -> str:
+        """Return a line in the format of rejects.jsonl."""
+        index, record, reason = reject
+        source = self.sources[index]
+        has_lines = FORMATS[source.format].has_record_per_line
+        line = {"line": record + 1} if has_lines else {}
+        return json.dumps({"file": source.name, **line, "record": record, "reason": reason}) + "\n"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if error[0] is None:
+            self.write_rejects()
+        self._closing.__exit__(*error)
+
+    def result(self, shards: dict[str, ShardInfo | None], engine: EngineName) -> UnitResult:
+        """Return the result of the unit, given the shards that were written."""
+        digest, counts = self._digest.hexdigest(), self._by_source.tolist()
         return UnitResult(
             unit=self._unit.number,
             shards={split: info for split, info in sorted(shards.items()) if info},
@@ -159,61 +189,18 @@ class UnitCounts:
                     rejected=self._rejected[source],
                     left_out=left_out,
                 )
-                for source, (num_bytes, written, empty, left_out) in enumerate(
-                    self._by_source.tolist(), self._first
-                )
-                if source in mine
+                for source, (num_bytes, written, empty, left_out) in enumerate(counts, self._first)
+                if source in self.sources
             ],
-            reject_file=reject_file,
+            reject_file=(
+                FileInfo(file=self._name, bytes=self._num_bytes, xxh3=digest)
+                if self._file
+                else None
+            ),
             engine=engine,
             routed=self.routed,
             counts=dict(self.counts),
         )
-
-
-class RejectFile:
-    """A file with the rejects of a unit, in the format of rejects.jsonl.
-
-    The file is created with the first reject.
-    """
-
-    def __init__(self, folder: Path, unit: Unit) -> None:
-        self.info: FileInfo | None = None
-        """The finished file; None if there are no rejects."""
-        self._name = f"{PARTS_FOLDER}/{unit.number:05d}.rejects"
-        self._path = folder / self._name
-        self._sources = {part.source.index: part.source for part in unit.parts}
-        self._closing = contextlib.ExitStack()
-        self._file: IO[bytes] | None = None
-        self._digest = xxhash.xxh3_64()
-        self._num_bytes = 0
-
-    def write(self, rejects: list[tuple[int, int, str]]) -> None:
-        """Add rejects: index of the input file, record and reason."""
-        if not rejects:
-            return
-        if self._file is None:
-            self._file = self._closing.enter_context(atomic_file(self._path, is_shared=True))
-        content = "".join(map(self._line, rejects)).encode()
-        self._file.write(content)
-        self._digest.update(content)
-        self._num_bytes += len(content)
-
-    def _line(self, reject: tuple[int, int, str]) -> str:
-        index, record, reason = reject
-        source = self._sources[index]
-        has_lines = FORMATS[source.format].has_record_per_line
-        line = {"line": record + 1} if has_lines else {}
-        return json.dumps({"file": source.name, **line, "record": record, "reason": reason}) + "\n"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._closing.__exit__(*error)
-        if self._file is not None and error[0] is None:
-            digest = self._digest.hexdigest()
-            self.info = FileInfo(file=self._name, bytes=self._num_bytes, xxh3=digest)
 
 
 def too_many_rejects(name: str, record: int, reason: str, allowed: int) -> CorpusError:
@@ -234,8 +221,7 @@ _BATCH_RECORDS = 1 << 14
 class RecordBlock:
     """Records that are encoded together."""
 
-    values: dict[str, Any]
-    """The R values of each field: a list, or `IdRows`."""
+    values: Values
     sources: np.ndarray
     """The source of each record, shape (R,), uint32."""
     records: np.ndarray
@@ -249,24 +235,20 @@ class RecordBlock:
 
     def take(self, kept: np.ndarray) -> "RecordBlock":
         """Return the records with the given indexes."""
-        values = {name: _taken(column, kept) for name, column in self.values.items()}
+        values = {own: taken(column, kept) for own, column in self.values.items()}
         return RecordBlock(
             values, self.sources[kept], self.records[kept], self.split, self.weight_bytes
         )
 
-
-def _taken(column: Sequence[Any], rows: np.ndarray) -> Sequence[Any]:
-    return column.take(rows) if isinstance(column, IdRows) else [column[row] for row in rows]
-
-
-def _all(columns: list[Sequence[Any]]) -> Sequence[Any]:
-    """Return the values of several columns one after another."""
-    ids = [column for column in columns if isinstance(column, IdRows)]
-    return IdRows.joined(ids) if len(ids) == len(columns) else [*chain.from_iterable(columns)]
+    def without(self, unusable: dict[int, str], ledger: Ledger) -> "RecordBlock":
+        """Enter records into `ledger` as rejects, by index. Return the other records."""
+        for index, reason in unusable.items():
+            ledger.reject(int(self.sources[index]), int(self.records[index]), reason)
+        return self.take(np.setdiff1d(np.arange(len(self)), [*unusable])) if unusable else self
 
 
 def read_record_blocks(
-    unit: Unit, task: TaskEncoder, ledger: UnitCounts, *, in_one_pass: bool = False
+    unit: Unit, task: TaskEncoder, ledger: Ledger, *, in_one_pass: bool = False
 ) -> Iterator[RecordBlock]:
     """Yield the usable records of a unit in order. Enter the other records into `ledger`.
 
@@ -275,17 +257,17 @@ def read_record_blocks(
     pending: list[RecordBlock] = []
     weight_bytes, num_records = 0.0, 0
     for part in fetched_ahead(unit.parts):
+        source, split = part.source.index, part.source.split
         for records in read_records(part, task.fields, in_one_pass=in_one_pass):
             for reject in records.rejects:
-                ledger.reject(part.source.index, reject)
-            sources = np.full(len(records), part.source.index, np.uint32)
-            batch = RecordBlock(
-                records.fields, sources, records.numbers, part.source.split, records.weight_bytes
-            )
-            batch = _fitting(batch, task, ledger)
-            pending.append(batch)
+                ledger.reject(source, *reject)
+            values, sources = task.values_of(records), np.full(len(records), source, np.uint32)
+            block = RecordBlock(values, sources, records.numbers, split, records.weight_bytes)
+            if not task.checks_in_encode:
+                block = block.without(task.unusable(values), ledger)
+            pending.append(block)
             weight_bytes += records.weight_bytes
-            num_records += len(batch)
+            num_records += len(block)
             if weight_bytes >= _BATCH_BYTES or num_records >= _BATCH_RECORDS:
                 yield _joined(pending)
                 pending, weight_bytes, num_records = [], 0.0, 0
@@ -293,23 +275,13 @@ def read_record_blocks(
         yield _joined(pending)
 
 
-def _fitting(batch: RecordBlock, task: TaskEncoder, ledger: UnitCounts) -> RecordBlock:
-    """Return a batch without the records whose fields contradict each other."""
-    unusable = {} if task.checks_in_encode else task.unusable(batch.values)
-    if not unusable:
-        return batch
-    for index, reason in unusable.items():
-        ledger.reject(int(batch.sources[index]), Reject(int(batch.records[index]), reason))
-    return batch.take(np.setdiff1d(np.arange(len(batch)), [*unusable]))
-
-
-def _joined(batches: list[RecordBlock]) -> RecordBlock:
-    if len(batches) == 1:
-        return batches[0]
+def _joined(blocks: list[RecordBlock]) -> RecordBlock:
+    if len(blocks) == 1:
+        return blocks[0]
     return RecordBlock(
-        {name: _all([batch.values[name] for batch in batches]) for name in batches[0].values},
-        np.concatenate([batch.sources for batch in batches]),
-        np.concatenate([batch.records for batch in batches]),
-        batches[0].split,
-        sum(batch.weight_bytes for batch in batches),
+        {own: joined([block.values[own] for block in blocks]) for own in blocks[0].values},
+        np.concatenate([block.sources for block in blocks]),
+        np.concatenate([block.records for block in blocks]),
+        blocks[0].split,
+        sum(block.weight_bytes for block in blocks),
     )

@@ -19,7 +19,6 @@ from tokenfeed.pipeline.format.schema import ORIGIN_FILE, ORIGIN_RECORD, Rows
 from tokenfeed.pipeline.format.shard_writer import ShardWriter
 from tokenfeed.pipeline.format.store import Place
 from tokenfeed.pipeline.remote.retrying import results_of
-from tokenfeed.tools.corpus.records import Reject
 from tokenfeed.tools.corpus.units import Unit, UnverifiedError
 from tokenfeed.tools.encoding.audit import Answers, Questions, answers_without_routed, beginning
 from tokenfeed.tools.encoding.engines import (
@@ -38,11 +37,11 @@ from tokenfeed.tools.encoding.limit import (
     hashes_of,
     marks_of,
     may_train,
+    until,
 )
 from tokenfeed.tools.encoding.record_blocks import (
+    Ledger,
     RecordBlock,
-    RejectFile,
-    UnitCounts,
     UnitResult,
     read_record_blocks,
 )
@@ -105,12 +104,12 @@ class UnitEncoder:
 
         Args:
             settings: What to encode, and where to.
-            on_progress: Called with the weight and tokens of each batch that is done, and the
+            on_progress: Called with the weight and tokens of each block that is done, and the
                 last record of it.
             engine: The engine that makes the ids. None: load the engine of the settings.
         """
         self._at = ""
-        """The last record of the present batch."""
+        """The last record of the present block."""
         self._settings = settings
         self._threshold = np.uint64(int(settings.validation * 2**64))
         self._on_progress = on_progress
@@ -139,31 +138,27 @@ class UnitEncoder:
             return self._encode_unit(unit, in_one_pass=False)
 
     def _encode_unit(self, unit: Unit, *, in_one_pass: bool) -> "Encoded":
-        ledger = UnitCounts(unit, self._settings.max_rejects)
-        writers: dict[str, ShardWriter] = {}
-        names = {part.source.index: part.source.name for part in unit.parts}
-        self._at = ""
-        blocks = read_record_blocks(unit, self._settings.task, ledger, in_one_pass=in_one_pass)
-        with self._settings.output.room() as folder, contextlib.ExitStack() as stack:
-            rejects = stack.enter_context(RejectFile(folder, unit))
-            for number, batch in enumerate(blocks):
+        settings, writers, self._at = self._settings, dict[str, ShardWriter](), ""
+        with settings.output.room() as folder, contextlib.ExitStack() as stack:
+            ledger = stack.enter_context(Ledger(unit, settings.max_rejects, folder))
+            blocks = read_record_blocks(unit, settings.task, ledger, in_one_pass=in_one_pass)
+            for number, block in enumerate(blocks):
                 if unit.number == number == 0:
-                    self._task.check_first(batch.values)
-                if len(batch):
-                    self._at = f"record {batch.records[-1]} of {names[int(batch.sources[-1])]}"
-                for split, rows in self._encode_batch(batch, ledger).items():
+                    self._task.check_first(block.values)
+                if len(block):
+                    name = ledger.sources[int(block.sources[-1])].name
+                    self._at = f"record {block.records[-1]} of {name}"
+                for split, rows in self._encode_block(block, ledger).items():
                     if split not in writers:
                         writers[split] = stack.enter_context(self._writer(folder, split, unit))
                     writers[split].append(rows)
                     ledger.count_lengths(split, rows.lengths)
-                rejects.write(ledger.take_rejects())
-            rejects.write(ledger.take_rejects())
+                ledger.write_rejects()
             if len(writers) > 1:  # to wait for the disk once, and not for each shard
                 for _ in results_of(ShardWriter.close, [*writers.values()], len(writers)):
                     pass
         infos = {split: writer.info for split, writer in writers.items()}
-        result = ledger.result(infos, rejects.info, self._engine.name)
-        return Encoded(result, ledger.sample)
+        return Encoded(ledger.result(infos, self._engine.name), ledger.sample)
 
     def _audited_engine(self) -> FastEngine | None:
         if not self._settings.audits:
@@ -186,66 +181,60 @@ class UnitEncoder:
             is_shared=True,
         )
 
-    def _encode_batch(self, batch: RecordBlock, ledger: UnitCounts) -> dict[str, Rows]:
-        """Tokenize a batch, and return its rows by split. Splits without rows are left out."""
-        if not len(batch):
-            self._on_progress(batch.weight_bytes, 0, self._at)
-            return {}
-        texts = self._settings.task.texts(batch.values)
+    def _encode_block(self, block: RecordBlock, ledger: Ledger) -> dict[str, Rows]:
+        """Tokenize a block, and return its rows by split. Splits without rows are left out."""
+        settings = self._settings
+        texts = settings.task.texts(block.values)
         hashes = hashes_of(texts)
-        if self._settings.last is not None:
-            is_left_out = may_train(batch, hashes, self._settings.validation)
-            is_left_out &= ~marks_of(batch, hashes).until(self._settings.last)
-            ledger.leave_out(batch.sources[is_left_out])
+        if settings.last is not None:
+            is_left_out = may_train(block, hashes, settings.validation)
+            is_left_out &= ~until(marks_of(block, hashes), settings.last)
+            ledger.leave_out(block.sources[is_left_out])
             kept = np.flatnonzero(~is_left_out)
-            batch, texts, hashes = batch.take(kept), [texts[place] for place in kept], hashes[kept]
-            if not len(batch):
-                self._on_progress(batch.weight_bytes, 0, self._at)
-                return {}
+            block, texts, hashes = block.take(kept), [texts[place] for place in kept], hashes[kept]
+        if not len(block):
+            self._on_progress(block.weight_bytes, 0, self._at)
+            return {}
         try:
             encode = partial(self._encode, ledger)
-            samples = self._task.encode(batch.values, encode, self._settings.template)
+            samples = self._task.encode(block.values, encode, settings.template)
         except Unencodable:
-            return self._encode_batch(self._encodable(batch, ledger), ledger)
+            return self._encode_block(block.without(self._unencodable(block), ledger), ledger)
         num_bytes = np.fromiter(map(len, texts), np.int64, len(texts))
         for index, reason in samples.unusable.items():
-            ledger.reject(int(batch.sources[index]), Reject(int(batch.records[index]), reason))
-        usable = np.arange(len(batch))
-        if samples.unusable:
-            usable = np.setdiff1d(usable, [*samples.unusable])
-        ledger.count(batch.sources[usable], num_bytes[usable], samples.has_text[usable])
+            ledger.reject(int(block.sources[index]), int(block.records[index]), reason)
+        usable = np.setdiff1d(np.arange(len(block)), [*samples.unusable])
+        ledger.count(block.sources[usable], num_bytes[usable], samples.has_text[usable])
         for name, counts in samples.counts.items():
             ledger.counts[name] += int(counts[samples.has_text].sum())
         if self._fast:
-            ledger.sample |= self._sampled(batch.take(np.flatnonzero(hashes % _SAMPLED_PART == 0)))
-        chosen = {TRAIN if batch.split is None else batch.split: samples.has_text}
-        if batch.split is None and self._threshold:
+            ledger.sample |= self._sampled(block.take(np.flatnonzero(hashes % _SAMPLED_PART == 0)))
+        chosen = {TRAIN if block.split is None else block.split: samples.has_text}
+        if block.split is None and self._threshold:
             aside = hashes < self._threshold
             chosen = {TRAIN: samples.has_text & ~aside, VALIDATION: samples.has_text & aside}
-        dealt = {split: _rows(samples, batch, mask) for split, mask in chosen.items() if mask.any()}
+        dealt = {split: _rows(samples, block, mask) for split, mask in chosen.items() if mask.any()}
         num_tokens = sum(len(rows.ids) for rows in dealt.values())
-        self._on_progress(batch.weight_bytes, num_tokens, self._at)
+        self._on_progress(block.weight_bytes, num_tokens, self._at)
         return dealt
 
-    def _encode(self, ledger: UnitCounts, texts: list[bytes]) -> Ragged:
+    def _encode(self, ledger: Ledger, texts: list[bytes]) -> Ragged:
         """Return the ids of texts. Count routed texts."""
         made = self._engine.encode(texts)
         if isinstance(self._engine, FastEngine):
             ledger.routed += self._engine.routed
         return made
 
-    def _encodable(self, batch: RecordBlock, ledger: UnitCounts) -> RecordBlock:
-        """Return a batch without the records that the tokenizer cannot encode."""
-        kept = []
-        for index in range(len(batch)):
-            one = batch.take(np.array([index]))
+    def _unencodable(self, block: RecordBlock) -> dict[int, str]:
+        """Return the records that the tokenizer cannot encode, and why."""
+        reasons = {}
+        for index in range(len(block)):
+            values = block.take(np.array([index])).values
             try:
-                self._task.encode(one.values, self._engine.encode, self._settings.template)
-                kept.append(index)
+                self._task.encode(values, self._engine.encode, self._settings.template)
             except Unencodable as error:
-                (reason, *_) = error.reasons.values()
-                ledger.reject(int(one.sources[0]), Reject(int(one.records[0]), reason))
-        return batch.take(np.array(kept, np.int64))
+                reasons[index] = next(iter(error.reasons.values()))
+        return reasons
 
     def _sampled(self, sample: RecordBlock) -> Answers:
         """Return the fast engine's ids for the texts of a sample. Long texts are cut."""
@@ -272,8 +261,8 @@ def _shard_name(split: str, unit: Unit) -> str:
     return f"{split}/{unit.number:05d}.arrow"
 
 
-def _rows(samples: Samples, batch: RecordBlock, chosen: np.ndarray) -> Rows:
-    """Return the chosen rows of a batch, with their origin."""
+def _rows(samples: Samples, block: RecordBlock, chosen: np.ndarray) -> Rows:
+    """Return the chosen rows of a block, with their origin."""
     rows = np.flatnonzero(chosen)
     per_token = samples.per_token
     if len(rows) < len(chosen):
@@ -284,8 +273,8 @@ def _rows(samples: Samples, batch: RecordBlock, chosen: np.ndarray) -> Rows:
         {name: ragged.values for name, ragged in per_token.items()},
         {
             **{name: values[rows] for name, values in samples.per_row.items()},
-            ORIGIN_FILE: batch.sources[rows],
-            ORIGIN_RECORD: batch.records[rows],
+            ORIGIN_FILE: block.sources[rows],
+            ORIGIN_RECORD: block.records[rows],
         },
     )
 

@@ -60,14 +60,14 @@ def commit(run: Prepared, results: list[UnitResult]) -> Manifest:
         format_version=FORMAT_VERSION,
         task=task.name,
         columns=task.columns,
-        label_names=task.label_names,
+        label_names=task.labels.names,
         tokenizer=_tokenizer_info(run, results),
         splits=_splits(results),
         ledger=RecordCounts.of(ledgers),
         sources=_write_lines(output, SOURCES_FILE, ledgers),
         rejects=_join_rejects(output, results, run.corpus.binary),
         chat_template=file_info(CHAT_TEMPLATE_FILE, template) if template else None,
-        fields=task.named if isinstance(task, ChatEncoder) else None,
+        fields=task.names if isinstance(task, ChatEncoder) else None,
         counts=_counts(results),
     )
     _clear_away(output, run.splits, results)

@@ -163,19 +163,19 @@ def _with_found_fields(
     task: TaskEncoder, options: Options, sources: Sequence[InputFile]
 ) -> TaskEncoder:
     """Return the task with the fields that the first records have."""
-    for own, name in task.named.items():
+    for own, name in task.names.items():
         if nested(name) and not _can_read(sources, {name: FieldKind.ANY}):
-            inside: dict[str, Any] = {own: nested(name)}
-            task = dataclasses.replace(task, **inside)
+            task = dataclasses.replace(task, names={**task.names, own: nested(name)})
     is_bare = isinstance(task, IdsEncoder) and not options.field
     if is_bare and _can_read(sources, {"attention_mask": FieldKind.NUMBERS}):
-        return dataclasses.replace(task, attention_mask="attention_mask")  # type: ignore[call-arg]
+        names = {**task.names, "attention_mask": "attention_mask"}
+        return dataclasses.replace(task, names=names)
     if not isinstance(task, ChatEncoder):
         return task
     if not options.field:
         return task.found(partial(_can_read, sources))
     for own in task.extras.keys() & options.fields.keys():
-        name = task.named[own]
+        name = task.names[own]
         if not _can_read(sources, {name: FieldKind.JSON}):
             logger.warning("`--field` %s=%s: the first records have no field `%s`", own, name, name)
     return task
@@ -355,7 +355,7 @@ def _rejects(source: InputFile, task: TaskEncoder) -> Iterator[tuple[int, str]]:
     """Yield the numbers and reasons of rejected records from the beginning of a file. The reason
     is empty if a record is usable."""
     for records in _first_records(task.fields, source):
-        unusable = task.unusable(records.fields)
+        unusable = task.unusable(task.values_of(records))
         if len(unusable) < len(records):
             yield 0, ""
         yield from records.rejects

@@ -187,16 +187,19 @@ class Options:
 
     def make_task(self) -> TaskEncoder:
         """Make the task with its fields. Labels have no numbers yet."""
-        given: dict[str, Any] = {**self.fields}
+        given: dict[str, Any] = {}
         if self.task == "chat":
             given["splits_special"] = self.special_tokens_in_text == "split"
         if self.fim_rate and self.task == "lm":
             given["fim"] = FillInMiddle(
                 rate=self.fim_rate, spm_rate=self.fim_spm_rate, seed=self.seed
             )
-        given["keep"] = tuple(map(_kept_column, self.keep))
-        task = TASK_CLASSES[self.task].variant(self.fields)
-        return task(add_special_tokens=self.add_special_tokens, **given)
+        return TASK_CLASSES[self.task](
+            names=self.fields,
+            keep=tuple(map(_kept_column, self.keep)),
+            add_special_tokens=self.add_special_tokens,
+            **given,
+        )
 
     @property
     def template_arguments(self) -> dict[str, Any]:
@@ -255,7 +258,7 @@ class Options:
                 f"`--keep` {self.keep[0]}: `--task {self.task}` reads no number for each token. "
                 f"Use {' or '.join(able)}, or leave it out."
             )
-        names = [*task.named.values(), *(column.name for column in task.keep)]
+        names = [*task.names.values(), *(column.name for column in task.keep)]
         if len(set(names)) < len(names):
             raise ConfigError(
                 f"`--task {self.task}` needs fields of different names, got {', '.join(names)}."
@@ -394,5 +397,5 @@ def fields_of_tasks() -> str:
 
 
 def _fields(task: type[TaskEncoder]) -> Iterator[str]:
-    read = task().named
+    read = task().names
     return (own if own in read else f"[{own}]" for own in task.kinds)

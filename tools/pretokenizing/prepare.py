@@ -21,7 +21,7 @@ from tokenfeed.tools.encoding.audit import Audit
 from tokenfeed.tools.encoding.engines import FastEngine, ReferenceEngine
 from tokenfeed.tools.encoding.labels import CountLabels, Labels, find_labels
 from tokenfeed.tools.encoding.limit import TRAIN, VALIDATION, FindLeast, Mark, find_last
-from tokenfeed.tools.encoding.tasks.base import Labelled, TaskEncoder
+from tokenfeed.tools.encoding.tasks.base import TaskEncoder
 from tokenfeed.tools.encoding.tasks.complete import CompleteEncoder
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.encoding.training import train_tokenizer_json
@@ -92,7 +92,7 @@ def prepare(inputs: Inputs) -> Prepared:
         check_recipe(output, inputs.recipe, changed)
     plan = kept or _plan(inputs)
     task, units = inputs.task, _units_of(plan, inputs.corpus)
-    if isinstance(task, Labelled):
+    if task.label_field:
         labels = Labels(tuple(plan["labels"]), plan["labels are numbers"])
         task = replace(task, labels=labels)
     started = time.perf_counter()
@@ -137,12 +137,9 @@ def _plan(inputs: Inputs) -> dict[str, Any]:
     if inputs.options.max_rejects is None:
         check_usable(sources, task)
     units, labels = cut_units(sources, inputs.shard_bytes), Labels()
-    if isinstance(task, Labelled):
-        work = CountLabels(task.fields, task.label_field, task.unusable)
-        counted = done_by(work, units, inputs.options.num_workers)
-        labels = find_labels(
-            units, work, own=task.own_label_field, remedy=task.remedy, counted=counted
-        )
+    if task.label_field:
+        counted = done_by(CountLabels(task), units, inputs.options.num_workers)
+        labels = find_labels(units, task, counted)
     validation = inputs.validation
     return {
         "units": [
@@ -254,7 +251,8 @@ def _lacks_separator(task: CompleteEncoder, units: tuple[Unit, ...]) -> bool:
     if first is None:
         return False
     records = next(read_records(first, task.fields, in_one_pass=True), None)
-    prompts, completions = records.fields.values() if records else ([], [])
+    values = task.values_of(records) if records else {"prompt": [], "completion": []}
+    prompts, completions = values["prompt"], values["completion"]
     is_apart = any(
         prompt[-1:].isspace() or completion[:1].isspace()
         for prompt, completion in zip(prompts, completions, strict=True)
@@ -272,15 +270,7 @@ def _last_of_limit(
     """Return the last record of `--limit`; None if all records are kept."""
     if options.limit is None:
         return None
-    work = FindLeast(
-        task=encoding.task,
-        template=encoding.template,
-        json_bytes=tokenizer.json_bytes,
-        vocabulary_size=encoding.vocabulary_size,
-        splits_special=encoding.splits_special,
-        validation=encoding.validation,
-        most=options.limit,
-    )
+    work = FindLeast(settings=encoding, json_bytes=tokenizer.json_bytes, most=options.limit)
     workers = options.num_workers
     return find_last(work, options.limit, lambda work: done_by(work, units, workers))
 

@@ -5,7 +5,7 @@ or of another kind, the batch is checked row by row. A table is read and cut by 
 row groups of Parquet, the record batches of Arrow.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -15,14 +15,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tokenfeed.pipeline.arithmetic import offsets_of
+from tokenfeed.pipeline.arithmetic import Ragged
 from tokenfeed.tools.corpus.input_files import FilePart, Format, InputFile, whole
 from tokenfeed.tools.corpus.locations import Location
 from tokenfeed.tools.corpus.records import (
     RAW_KINDS,
     FieldKind,
     Fields,
-    IdRows,
     Records,
     Reject,
     Unusable,
@@ -31,6 +30,7 @@ from tokenfeed.tools.corpus.records import (
     lacks,
     records_of,
     rejected,
+    taken,
     too_long,
 )
 
@@ -100,11 +100,11 @@ def without_long(records: Records, fields: Fields, most_bytes: int) -> Records:
                 long.setdefault(place, Reject(int(records.numbers[place]), reason))
     if not long:
         return records
-    kept = [place for place in range(len(records)) if place not in long]
+    kept = np.setdiff1d(np.arange(len(records)), [*long])
     return replace(
         records,
         numbers=records.numbers[kept],
-        fields={name: [values[n] for n in kept] for name, values in records.fields.items()},
+        fields={name: taken(values, kept) for name, values in records.fields.items()},
         rejects=[*records.rejects, *long.values()],
     )
 
@@ -253,14 +253,14 @@ def _is_sound(column: pa.Array, kind: FieldKind) -> bool:
     return True
 
 
-def _values(column: pa.Array, kind: FieldKind) -> Sequence[Any]:
+def _values(column: pa.Array, kind: FieldKind) -> list[Any] | Ragged:
     """Return the values of a sound column."""
     if kind not in _ARRAYS:
         return list(column.to_pylist())
     values = _numpy(column.flatten(), kind)
     sizes: np.ndarray = np.from_dlpack(pc.list_value_length(column))  # pyright: ignore[reportAttributeAccessIssue]
     if kind is FieldKind.IDS:
-        return IdRows(values, offsets_of(sizes))
+        return Ragged(values, sizes.astype(np.int64, copy=False))
     return np.split(values, np.cumsum(sizes)[:-1]) if len(sizes) else []
 
 

@@ -34,6 +34,7 @@ from numpy.lib.format import (
 )
 from pyarrow import csv
 
+from tokenfeed.pipeline.arithmetic import Ragged
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.tools.corpus.formats.tables import column_problem
 from tokenfeed.tools.corpus.input_files import FilePart, Format, InputFile
@@ -46,7 +47,7 @@ from tokenfeed.tools.corpus.locations import (
     read_array,
     size_of,
 )
-from tokenfeed.tools.corpus.records import Fields, IdRows, Records, rejected, too_long
+from tokenfeed.tools.corpus.records import Fields, Records, rejected, too_long
 
 ENDINGS = (".bin", ".npy", ".ds")
 _CHUNK_IDS, _CHUNK_ROWS = 1 << 20, 1 << 20
@@ -475,8 +476,7 @@ def _read(part: FilePart, fields: Fields) -> Iterator[Records]:
                 reason = f"field `input_ids` {too_long(count * width, most * width)}"
                 yield replace(rejected(row, fields, reason), weight_bytes=count * width)
             else:
-                offsets = np.append(0, ends[done : done + some] - before)
-                rows = IdRows(tokens.ids(at, count), offsets)
+                rows = Ragged(tokens.ids(at, count), lengths[done : done + some])
                 numbers = np.arange(row, row + some, dtype=np.uint64)
                 yield Records(numbers, dict.fromkeys(fields, rows), weight_bytes=count * width)
             row, at, done = row + some, at + count, done + some

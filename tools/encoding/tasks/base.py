@@ -7,10 +7,10 @@ empty row, which is counted and not written.
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 
@@ -24,13 +24,13 @@ from tokenfeed.pipeline.format.schema import (
     Task,
     task_columns,
 )
-from tokenfeed.tools.corpus.records import FieldKind, Fields
+from tokenfeed.tools.corpus.records import FieldKind, Fields, Records
 from tokenfeed.tools.encoding.labels import Labels
 from tokenfeed.tools.encoding.template import Template
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
-FieldValues = dict[str, Any]
-"""The values of R records, by field: a list, or `IdRows`."""
+Values = dict[Any, Any]
+"""The values of R records, by field of the task and by kept column: a list each, or `Ragged`."""
 
 _TASKS_BY_FIELDS = {
     ("messages",): "chat",
@@ -83,18 +83,18 @@ class Samples:
 class TaskEncoder(ABC):
     """The encoder of a task: from the fields of records to rows.
 
-    A subclass has an attribute for each field of its task. The value is the user's name for the
-    field, or None if the field is not read. The template and the end token stand around the texts.
+    A subclass declares the fields that it reads, and turns their values into texts and rows. The
+    template and the end token stand around the texts.
     """
 
-    name: ClassVar[Task]
-    """The task of the data set."""
-    option: ClassVar[str] = ""
-    """The value of `--task`, if it is not `name`."""
+    option: ClassVar[str]
+    """The value of `--task`."""
     record: ClassVar[str]
     """A record of the task, described for the help of `--task`."""
     kinds: ClassVar[Fields]
     """The kind of each field of the task."""
+    optional: ClassVar[tuple[str, ...]] = ()
+    """The fields that are read only if the user names them."""
     keeps: ClassVar[bool] = False
     """Whether records can have a value per token, so that `keep` is allowed."""
     has_texts: ClassVar[bool] = True
@@ -103,25 +103,33 @@ class TaskEncoder(ABC):
     """What may have ended a process that encoded records, for the error."""
     checks_in_encode: ClassVar[bool] = False
     """Whether `encode` itself finds the records that `unusable` would return."""
+    names: dict[str, str] = field(default_factory=dict)
+    """The user's name of each field that is read, by the task's name. Fields that are not optional
+    are added, each with the task's name for it."""
+    labels: Labels = field(default_factory=Labels)
+    """Every label of the data set, for a task with labels. Known when the corpus has been read."""
     add_special_tokens: bool = False
     keep: tuple[Column, ...] = ()
     """Columns of the user with a value per token, which are stored beside the ids."""
 
-    @classmethod
-    def variant(cls, fields: Collection[str]) -> type["TaskEncoder"]:
-        """Return the class that reads the given fields, which are named as in the task."""
-        return cls
+    def __post_init__(self) -> None:
+        names = {own: own for own in self.kinds if own not in self.optional} | self.names
+        ordered = {own: names[own] for own in self.kinds if own in names}
+        object.__setattr__(self, "names", ordered)
+
+    @property
+    def name(self) -> Task:
+        """The task of the data set."""
+        return cast(Task, self.option)
 
     @property
     def fields(self) -> Fields:
         """The fields to read of each record, by the names of the user."""
-        return {name: self.kinds[own] for own, name in self.named.items()}
+        return {name: self.kinds[own] for own, name in self.names.items()}
 
-    @property
-    def named(self) -> dict[str, str]:
-        """The user's name of each field of the task. Fields that are not read are left out."""
-        names: dict[str, str | None] = {own: getattr(self, own, None) for own in self.kinds}
-        return {own: name for own, name in names.items() if name is not None}
+    def values_of(self, records: Records) -> Values:
+        """Return the values of records, read by `fields`, by the names of the task."""
+        return {own: records.fields[name] for own, name in self.names.items()}
 
     def remedy(self, reason: str) -> str:
         """Return the option to give, if records are rejected for lack of a field."""
@@ -129,7 +137,7 @@ class TaskEncoder(ABC):
         if not found:
             return self._name_inside(reason)
         missing, present = found[1], {*found[2].split(", ")}
-        if self.named.keys() <= present:  # another field was named
+        if self.names.keys() <= present:  # another field was named
             return self._name_field(missing)
         for names, task in _TASKS_BY_FIELDS.items():
             if present.issuperset(names) and not self.kinds.keys() >= {*names}:
@@ -140,16 +148,16 @@ class TaskEncoder(ABC):
 
     def warning_of(self, field: str) -> str:
         """Return what to do about a field that is not read; empty if the rows are whole without."""
-        if not self.named.keys() & {"completion", "messages", "chosen", "input_ids"}:
+        if not self.names.keys() & {"completion", "messages", "chosen", "input_ids"}:
             return ""
-        if field == "input" and "completion" in self.named:
-            prompt = self.named["prompt"]
+        if field == "input" and "completion" in self.names:
+            prompt = self.names["prompt"]
             return f"give --field prompt='{{{prompt}}}\\n{{input}}' completion=NAME"
         own = _OTHER_NAMES.get(field, field)
-        is_label_of_pair = own == "label" and "chosen" in self.named
+        is_label_of_pair = own == "label" and "chosen" in self.names
         if own in self.kinds and own not in _OF_LAYOUTS and not is_label_of_pair:
             return f"give --field {own}={field} beside the other fields"
-        if own == "label" and "completion" in self.named:
+        if own == "label" and "completion" in self.names:
             return "--task chat rejects records whose label is false"
         return (
             "prepare the records first if it changes their meaning" if field in _MEANINGFUL else ""
@@ -158,7 +166,7 @@ class TaskEncoder(ABC):
     def _name_inside(self, reason: str) -> str:
         """Return the option that names a text inside an object or a list; empty without one."""
         found = re.match("(?:field|column) `(.*)` is (dict|list|struct|large_list)", reason)
-        own = next((own for own, name in self.named.items() if found and name == found[1]), None)
+        own = next((own for own, name in self.names.items() if found and name == found[1]), None)
         if not found or not own:
             return ""
         inside = "[0]" if "list" in found[2] else ".KEY"
@@ -166,34 +174,24 @@ class TaskEncoder(ABC):
 
     def _name_field(self, missing: str) -> str:
         """Return the option that names a missing field; empty if no option does."""
-        names = [own for own, name in self.named.items() if name == missing]
+        names = [own for own, name in self.names.items() if name == missing]
         return f" Name the field: `--field {names[0]}=NAME`." if names else ""
 
     @property
     def columns(self) -> tuple[Column, ...]:
         """The columns that the task adds to the ids."""
-        return (*task_columns(self.name), *self.keep)
+        return (*task_columns(self.name, pairs="pair" in self.names), *self.keep)
 
     def with_tokenizer(self, json_bytes: bytes) -> Self:
         """Return the task with facts from tokenizer.json. Each worker calls this once."""
         return self
-
-    @property
-    def num_texts(self) -> int:
-        """Number of texts in a row. The template may put special tokens between them."""
-        return 1
-
-    @property
-    def label_names(self) -> tuple[str, ...]:
-        """The labels in the order of their numbers; empty for a task without labels."""
-        return ()
 
     def template(self, tokenizer: TextTokenizer) -> Template:
         """Return the special tokens around the texts of a row, with the end token if the task has
         one."""
         return Template.from_tokenizer(
             tokenizer,
-            num_texts=self.num_texts,
+            num_texts=2 if "pair" in self.names else 1,
             special=self.add_special_tokens,
             end_id=tokenizer.end_id if self.has_end else None,
         )
@@ -201,17 +199,44 @@ class TaskEncoder(ABC):
     @property
     def has_end(self) -> bool:
         """Whether the end token of the tokenizer ends each row."""
-        return self.name in ENDED_TASKS and self.option != "ids"
+        return self.name in ENDED_TASKS
 
-    @abstractmethod
-    def texts(self, values: FieldValues) -> list[bytes]:
+    @property
+    def label_field(self) -> str:
+        """The field with the label or labels of a record; empty for a task without labels."""
+        of_labels = (own for own in self.names if "LABEL" in self.kinds[own].name)
+        return next(of_labels, "")
+
+    def numbered(self, labels: list[str]) -> dict[str, np.ndarray]:
+        """Return the column with the number of each record's label."""
+        numbers = map(self.labels.numbers.__getitem__, labels)
+        return {LABEL: np.fromiter(numbers, np.int32, len(labels))}
+
+    def texts(self, values: Values) -> list[bytes]:
         """Return a text for each record, to hash the record and to compare engines."""
+        texts: list[list[bytes]] = [
+            values[own] for own in self.names if self.kinds[own] is FieldKind.TEXT
+        ]
+        return list(map(b"\n".join, zip(*texts, strict=True))) if texts[1:] else texts[0]
 
-    def unusable(self, values: FieldValues) -> dict[int, str]:
-        """Records whose fields do not fit together, and why."""
-        return {}
+    def unusable(self, values: Values) -> dict[int, str]:
+        """Return records whose fields do not fit together, and why. A label without a number does
+        not fit, once the labels are numbered."""
+        numbers, own = self.labels.numbers, self.label_field
+        if not numbers:
+            return {}
+        is_one = self.kinds[own] is FieldKind.LABEL
+        of_records = [*zip(values[own], strict=True)] if is_one else values[own]
+        if numbers.keys() >= set(chain.from_iterable(of_records)):
+            return {}
+        unlike = "a whole number" if self.labels.are_numbers else "a label of the others"
+        return {
+            index: f"field `{self.names[own]}` has {unknown[0][:40]!r}, expected {unlike}"
+            for index, of_record in enumerate(of_records)
+            if (unknown := [label for label in of_record if label not in numbers])
+        }
 
-    def check_first(self, values: FieldValues) -> None:  # noqa: B027 - most have nothing to check
+    def check_first(self, values: Values) -> None:  # noqa: B027 - most have nothing to check
         """Check what only the first records of a run can show.
 
         Raises:
@@ -219,54 +244,8 @@ class TaskEncoder(ABC):
         """
 
     @abstractmethod
-    def encode(self, values: FieldValues, encode: Encode, template: Template) -> Samples:
+    def encode(self, values: Values, encode: Encode, template: Template) -> Samples:
         """Turn R records into R rows."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Labelled(TaskEncoder):
-    """A task with labels, which are numbered in the data set as a whole."""
-
-    labels: Labels = field(default_factory=Labels)
-    """Every label there is; known when the corpus has been read."""
-
-    @property
-    def own_label_field(self) -> str:
-        """The field of the task with the label or labels."""
-        return next(
-            own for own, kind in self.kinds.items() if kind in (FieldKind.LABEL, FieldKind.LABELS)
-        )
-
-    @property
-    def label_field(self) -> str:
-        """The user's name of this field."""
-        return self.named[self.own_label_field]
-
-    @property
-    def label_names(self) -> tuple[str, ...]:
-        """The labels, in the order of their numbers."""
-        return self.labels.names
-
-    def numbered(self, labels: list[str]) -> dict[str, np.ndarray]:
-        """Return the column with the number of each record's label."""
-        numbers = map(self.labels.numbers.__getitem__, labels)
-        return {LABEL: np.fromiter(numbers, np.int32, len(labels))}
-
-    def unusable(self, values: FieldValues) -> dict[int, str]:
-        """Return records whose label has no number, once `Labels` has numbered the labels."""
-        numbers, name = self.labels.numbers, self.label_field
-        labels = values[name]
-        of_records = (
-            labels if self.fields[name] is FieldKind.LABELS else [*zip(labels, strict=True)]
-        )
-        if not numbers or numbers.keys() >= set(chain.from_iterable(of_records)):
-            return {}
-        unlike = "a whole number" if self.labels.are_numbers else "a label of the others"
-        return {
-            index: f"field `{name}` has {unknown[0][:40]!r}, expected {unlike}"
-            for index, of_record in enumerate(of_records)
-            if (unknown := [label for label in of_record if label not in numbers])
-        }
 
 
 SHOWN = 20
@@ -286,40 +265,20 @@ def not_of_type(numbers: np.ndarray, column: Column) -> str:
     return f"has {wrong[0]:g}, expected {expected}" if len(wrong) else ""
 
 
-@dataclass(frozen=True, kw_only=True)
 class OfTexts(TaskEncoder):
     """A task whose rows are texts or pairs of texts, each with a value."""
 
-    text: str = "text"
-    pair: str | None = None
+    optional: ClassVar[tuple[str, ...]] = ("pair",)
 
-    @property
-    def columns(self) -> tuple[Column, ...]:
-        """The columns that the task adds to the ids."""
-        return task_columns(self.name, pairs=self.pair is not None)
-
-    @property
-    def num_texts(self) -> int:
-        """Number of texts in a row. The template may put special tokens between them."""
-        return 2 if self.pair else 1
-
-    def texts(self, values: FieldValues) -> list[bytes]:
-        """The texts, pairs joined."""
-        texts: list[bytes] = values[self.text]
-        if not self.pair:
-            return texts
-        return list(map(b"\n".join, zip(texts, values[self.pair], strict=True)))
-
-    def encode(self, values: FieldValues, encode: Encode, template: Template) -> Samples:
+    def encode(self, values: Values, encode: Encode, template: Template) -> Samples:
         """Turn R records into R rows."""
-        names = (self.text, self.pair) if self.pair else (self.text,)
-        texts = [encode(values[name]) for name in names]
+        texts = [encode(values[own]) for own in ("text", "pair") if own in values]
         per_token = {INPUT_IDS: template.around(*texts)}
-        if self.pair:
+        if "pair" in values:
             per_token[TOKEN_TYPE_IDS] = template.types_around(*texts)
         has_text = np.add.reduce([text.lengths for text in texts]) > 0
         return Samples(per_token, self.per_row(values), has_text)
 
     @abstractmethod
-    def per_row(self, values: FieldValues) -> dict[str, np.ndarray]:
-        """The value of each record."""
+    def per_row(self, values: Values) -> dict[str, np.ndarray]:
+        """Return the value of each record."""

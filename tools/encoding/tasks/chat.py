@@ -4,7 +4,7 @@ import functools
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, ClassVar, Self
@@ -15,7 +15,7 @@ import numpy as np
 from tokenfeed.pipeline.arithmetic import Ragged, join
 from tokenfeed.pipeline.errors import ConfigError, TokenizerError
 from tokenfeed.pipeline.format.kinds import REJECTED, Kind
-from tokenfeed.pipeline.format.schema import INPUT_IDS, KINDS, Task
+from tokenfeed.pipeline.format.schema import INPUT_IDS, KINDS
 from tokenfeed.tools.corpus.records import FieldKind, Fields, Unusable
 from tokenfeed.tools.encoding.chat import ChatTemplate
 from tokenfeed.tools.encoding.chat_messages import (
@@ -32,9 +32,9 @@ from tokenfeed.tools.encoding.chat_renderer import UNLIKE_SPACE, Exhausted, boun
 from tokenfeed.tools.encoding.tasks.base import (
     SHOWN,
     Encode,
-    FieldValues,
     Samples,
     TaskEncoder,
+    Values,
     not_of_type,
 )
 from tokenfeed.tools.encoding.template import Template
@@ -45,22 +45,23 @@ from tokenfeed.tools.encoding.tokenizer import TokenPlaces
 class ChatEncoder(TaskEncoder):
     """Conversations, rendered as texts by a template. Each token gets a kind."""
 
-    name: ClassVar[Task] = "chat"
-    record: ClassVar[str] = (
+    option = "chat"
+    record = (
         "a conversation: messages, or a prompt and its completion, or a chosen and a rejected one"
     )
-    kinds: ClassVar[Fields] = {
+    kinds: ClassVar = {
         "messages": FieldKind.JSON,
         "prompt": FieldKind.JSON,
         "completion": FieldKind.JSON,
-        "chosen": FieldKind.JSON,
+        "chosen": FieldKind.JSON,  # follows the prompt in the conversation to prefer
         "rejected": FieldKind.JSON,
         "tools": FieldKind.OPTIONAL_JSON,
         "template_arguments": FieldKind.OPTIONAL_JSON,
-        "system": FieldKind.OPTIONAL_JSON,
-        "input": FieldKind.OPTIONAL_JSON,
-        "label": FieldKind.OPTIONAL_JSON,
+        "system": FieldKind.OPTIONAL_JSON,  # a text, the first message unless there is one
+        "input": FieldKind.OPTIONAL_JSON,  # a text that follows the prompt after a line break
+        "label": FieldKind.OPTIONAL_JSON,  # false for an answer that must not be learnt
     }
+    optional = (*kinds,)
     layouts: ClassVar[tuple[dict[str, Any], ...]] = (
         {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
         {"prompt": "messages", "chosen": "chosen", "rejected": "rejected"},
@@ -80,26 +81,12 @@ class ChatEncoder(TaskEncoder):
         "label": "label",
     }
     """Usual names of fields that a record of any layout may have."""
-    keeps: ClassVar[bool] = True
-    risk: ClassVar[str] = (
+    keeps = True
+    risk = (
         ". If the chat template was the reason, because it takes too much memory or does not end, "
         "use another one"
     )
-    checks_in_encode: ClassVar[bool] = True
-    messages: str | None = "messages"
-    prompt: str | None = None
-    completion: str | None = None
-    chosen: str | None = None
-    """What follows the prompt in the conversation that a model should prefer; None: no pairs."""
-    rejected: str | None = None
-    tools: str | None = None
-    template_arguments: str | None = None
-    system: str | None = None
-    """A text that becomes the first message, unless the first message is one of the system."""
-    input: str | None = None
-    """A text that follows the prompt after a line break, if it is not empty."""
-    label: str | None = None
-    """False for an answer that a model should not give. Such a record is rejected."""
+    checks_in_encode = True
     chat_template: ChatTemplate | None = None
     """None until the tokenizer is known."""
     splits_special: bool = False
@@ -107,26 +94,22 @@ class ChatEncoder(TaskEncoder):
     places: TokenPlaces | None = None
 
     def __post_init__(self) -> None:
-        if (self.chosen is None) != (self.rejected is None):
-            raise ConfigError("`--field`: expected both chosen and rejected, or none of them.")
-        if self.chosen is not None:
-            if self.completion is not None:
-                raise ConfigError("`--field`: expected completion, or chosen and rejected.")
-        elif (self.prompt is None) != (self.completion is None):
-            raise ConfigError("`--field`: expected both prompt and completion, or none of them.")
-        if self.prompt is not None or self.chosen is not None:
-            object.__setattr__(self, "messages", None)
-
-    @classmethod
-    def variant(cls, fields: Collection[str]) -> type[TaskEncoder]:
-        """Return the class. Reject messages that no layout with the other fields reads."""
-        others = [name for name in ("prompt", "completion", "chosen", "rejected") if name in fields]
-        if "messages" in fields and others:
+        has = {own: own in self.names for own in self.kinds}
+        others = [own for own in ("prompt", "completion", "chosen", "rejected") if has[own]]
+        if has["messages"] and others:
             raise ConfigError(
                 f"`--field` messages and {others[0]}: expected messages alone, or prompt=NAME for "
                 "what precedes the answers."
             )
-        return cls
+        if has["chosen"] != has["rejected"]:
+            raise ConfigError("`--field`: expected both chosen and rejected, or none of them.")
+        if has["chosen"] and has["completion"]:
+            raise ConfigError("`--field`: expected completion, or chosen and rejected.")
+        if has["prompt"] != has["completion"] and not has["chosen"]:
+            raise ConfigError("`--field`: expected both prompt and completion, or none of them.")
+        if not others:
+            object.__setattr__(self, "names", {"messages": "messages"} | self.names)
+        super().__post_init__()
 
     @classmethod
     def usual_fields(cls) -> Fields:
@@ -142,12 +125,12 @@ class ChatEncoder(TaskEncoder):
         Args:
             can_read: Returns whether some of the first records of the corpus have some fields.
         """
-        layouts = (replace(self, **layout) for layout in self.layouts)
+        layouts = (replace(self, names=dict(layout)) for layout in self.layouts)
         found = next((task for task in layouts if can_read(task.fields)), self)
-        extras = {
-            own: name for own, name in self.extras.items() if own != "label" or not found.chosen
-        }
-        return replace(found, **extras)
+        extras = dict(self.extras)
+        if "chosen" in found.names:
+            del extras["label"]
+        return replace(found, names=found.names | extras)
 
     def _name_field(self, missing: str) -> str:
         """Return the options that name the fields of a conversation."""
@@ -159,19 +142,19 @@ class ChatEncoder(TaskEncoder):
     @property
     def _endings(self) -> tuple[str, ...]:
         """Fields that end the conversations of a record: one conversation, or a pair."""
-        return ("completion",) if self.chosen is None else ("chosen", "rejected")
+        return ("chosen", "rejected") if "chosen" in self.names else ("completion",)
 
     def with_tokenizer(self, json_bytes: bytes) -> Self:
         """Return the task with the bytes of each token."""
         return replace(self, places=TokenPlaces(json_bytes))
 
-    def texts(self, values: FieldValues) -> list[bytes]:
+    def texts(self, values: Values) -> list[bytes]:
         """The records as JSON, without missing values; empty for a record that UTF-8 cannot
         express."""
-        records = zip(*(values[name] for name in self.fields), strict=True)
+        records = zip(*(values[own] for own in self.names), strict=True)
         return [_json_of([value for value in record if value is not None]) for record in records]
 
-    def unusable(self, values: FieldValues) -> dict[int, str]:
+    def unusable(self, values: Values) -> dict[int, str]:
         """Return records that are not a conversation."""
         reasons = {}
         for row, text in enumerate(self.texts(values)):
@@ -184,7 +167,7 @@ class ChatEncoder(TaskEncoder):
                 reasons.setdefault(row, _SURROGATE)
         return reasons
 
-    def encode(self, values: FieldValues, encode: Encode, template: Template) -> Samples:
+    def encode(self, values: Values, encode: Encode, template: Template) -> Samples:
         """Turn R records into R rows. A pair is one row: the chosen conversation is first."""
         samples = [self._encoded(values, encode, ending) for ending in self._endings]
         if len(samples) == 1:
@@ -205,7 +188,7 @@ class ChatEncoder(TaskEncoder):
             },
         )
 
-    def check_first(self, values: FieldValues) -> None:
+    def check_first(self, values: Values) -> None:
         """Compare the texts of the first records with those of `transformers`, if it is installed.
 
         Raises:
@@ -215,7 +198,7 @@ class ChatEncoder(TaskEncoder):
         with bounded() as begin:
             self._compare(values, begin)
 
-    def _compare(self, values: FieldValues, begin: Callable[[], None]) -> None:
+    def _compare(self, values: Values, begin: Callable[[], None]) -> None:
         assert self.chat_template
         for row in range(min(_COMPARED, len(next(iter(values.values()), [])))):
             for ending in self._endings:
@@ -230,7 +213,7 @@ class ChatEncoder(TaskEncoder):
                     pass
 
     def _rendered(
-        self, values: FieldValues, ending: str, begin: Callable[[], None]
+        self, values: Values, ending: str, begin: Callable[[], None]
     ) -> tuple[list[Rendered], list[dict[str, list[float]]], dict[int, str], dict[str, np.ndarray]]:
         """Render R conversations, which end with the given field. An unusable one becomes an
         empty text. Return the texts, the numbers of their messages, the reasons, and counts by
@@ -267,9 +250,9 @@ class ChatEncoder(TaskEncoder):
                 notes = _notes(self.chat_template, conversation, made)
                 notes["unread_arguments"] = sum(not reads(name) for name in conversation.arguments)
                 notes["joined_parts"] = num_joined
-                given = self.label and values[self.label][row]
+                given = values["label"][row] if "label" in values else None
                 notes["unread_labels"] = given is not None and not isinstance(given, bool)
-                system = self.system and values[self.system][row]
+                system = values["system"][row] if "system" in values else None
                 is_other = conversation.messages[0].get("content") != system
                 notes["unread_systems"] = bool(system) and is_other
                 for name, number in notes.items():
@@ -287,7 +270,7 @@ class ChatEncoder(TaskEncoder):
                 unusable[row] = "is nested too deeply"
         return rendered, numbers, unusable, of_rows
 
-    def _encoded(self, values: FieldValues, encode: Encode, ending: str) -> Samples:
+    def _encoded(self, values: Values, encode: Encode, ending: str) -> Samples:
         """Turn R records into R conversations, which end with the given field."""
         assert self.places, "the tokenizer is not known"
         assert self.chat_template, "the template is not known"
@@ -337,7 +320,7 @@ class ChatEncoder(TaskEncoder):
                 numbers.append(float(value))
         return found
 
-    def _conversation(self, values: FieldValues, row: int, ending: str) -> Conversation:
+    def _conversation(self, values: Values, row: int, ending: str) -> Conversation:
         """Return a record as a conversation.
 
         Raises:
@@ -346,14 +329,14 @@ class ChatEncoder(TaskEncoder):
         messages: list[Any] = []
         prompt_is_text = False
         for own, role in (("messages", None), ("prompt", "user"), (ending, "assistant")):
-            if (name := getattr(self, own)) is None:
+            if own not in values:
                 continue
-            value = values[name][row]
+            name, value = self.names[own], values[own][row]
             is_text = isinstance(value, str)
-            more_text = values[self.input][row] if own == "prompt" and self.input else None
+            more_text = values["input"][row] if own == "prompt" and "input" in values else None
             if more_text:
                 if not (is_text and isinstance(more_text, str)):
-                    raise Unusable(f"field `{name}` or `{self.input}` is not a text")
+                    raise Unusable(f"field `{name}` or `{self.names['input']}` is not a text")
                 value = f"{value}\n{more_text}" if value else more_text
             if role and is_text:
                 value = [{"role": role, "content": value}]
@@ -374,29 +357,40 @@ class ChatEncoder(TaskEncoder):
                 raise Unusable(f"field `{name}` {reason}") from None
             messages = more if is_whole or not messages else continued(messages, more)
             prompt_is_text = role == "user" and is_text
-        if self.label is not None and values[self.label][row] is False:
-            raise Unusable(f"field `{self.label}` is false: an answer that must not be learnt")
-        system = None if self.system is None else values[self.system][row]
-        if system is not None and not isinstance(system, str):
-            raise Unusable(f"field `{self.system}` is {type(system).__name__}, expected a text")
+        optional = {
+            own: values[own][row] if own in values else None
+            for own in ("label", "system", "tools", "template_arguments")
+        }
+        if optional["label"] is False:
+            name = self.names["label"]
+            raise Unusable(f"field `{name}` is false: an answer that must not be learnt")
+        if (system := optional["system"]) is not None and not isinstance(system, str):
+            raise Unusable(
+                f"field `{self.names['system']}` is {type(system).__name__}, expected a text"
+            )
         if system and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": system}, *messages]
-        tools, arguments = (
-            None if name is None else _parsed(values[name][row], name)
-            for name in (self.tools, self.template_arguments)
+        tools = self._parsed("tools", optional["tools"], list, "a list")
+        arguments = self._parsed(
+            "template_arguments", optional["template_arguments"], dict, "an object"
         )
-        if tools is not None and not isinstance(tools, list):
-            raise Unusable(f"field `{self.tools}` is {type(tools).__name__}, expected a list")
         for tool in tools or ():
             if not isinstance(tool, dict):  # transformers takes functions, too
-                kind = type(tool).__name__
-                raise Unusable(
-                    f"field `{self.tools}` has a tool that is {kind}, expected an object"
-                )
-        if arguments is not None and not isinstance(arguments, dict):
-            kind = type(arguments).__name__
-            raise Unusable(f"field `{self.template_arguments}` is {kind}, expected an object")
+                name, kind = self.names["tools"], type(tool).__name__
+                raise Unusable(f"field `{name}` has a tool that is {kind}, expected an object")
         return Conversation(messages, tools or None, arguments or {})
+
+    def _parsed(self, own: str, value: Any, kind: type, expected: str) -> Any:
+        """Return a value that may be written as a text of JSON; None if it is empty."""
+        try:
+            is_json = isinstance(value, str) and bool(value.strip())
+            parsed = json.loads(value) if is_json else value or None
+        except (ValueError, RecursionError):
+            raise Unusable(f"field `{self.names[own]}` is a text that is not JSON") from None
+        if parsed is not None and not isinstance(parsed, kind):
+            shown = type(parsed).__name__
+            raise Unusable(f"field `{self.names[own]}` is {shown}, expected {expected}")
+        return parsed or None
 
     def _check_special(self, conversation: Conversation) -> None:
         """Reject text of special tokens: the template writes such text for its own tokens.
@@ -490,14 +484,6 @@ def _notes(
             if isinstance(given, str) and given:
                 notes["text_arguments"] += to_json(given) in rendered.text
     return notes
-
-
-def _parsed(value: Any, name: str) -> Any:
-    """A value that may be written as a text of JSON."""
-    try:
-        return json.loads(value) if isinstance(value, str) and value.strip() else value or None
-    except (ValueError, RecursionError):
-        raise Unusable(f"field `{name}` is a text that is not JSON") from None
 
 
 def _json_of(record: list[Any]) -> bytes:

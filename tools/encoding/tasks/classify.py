@@ -1,28 +1,20 @@
 """Classification: one or two texts and a label become ids and the number of the label."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from tokenfeed.pipeline.format.schema import Task
-from tokenfeed.tools.corpus.records import FieldKind, Fields
-from tokenfeed.tools.encoding.tasks.base import FieldValues, Labelled, OfTexts
+from tokenfeed.tools.corpus.records import FieldKind
+from tokenfeed.tools.encoding.tasks.base import OfTexts, Values
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClassifyEncoder(OfTexts, Labelled):
+class ClassifyEncoder(OfTexts):
     """Classification of texts or of pairs of texts."""
 
-    name: ClassVar[Task] = "classify"
-    record: ClassVar[str] = "one or two texts and a class"
-    kinds: ClassVar[Fields] = {
-        "text": FieldKind.TEXT,
-        "pair": FieldKind.TEXT,
-        "label": FieldKind.LABEL,
-    }
-    label: str = "label"
+    option = "classify"
+    record = "one or two texts and a class"
+    kinds: ClassVar = {"text": FieldKind.TEXT, "pair": FieldKind.TEXT, "label": FieldKind.LABEL}
 
-    def per_row(self, values: FieldValues) -> dict[str, np.ndarray]:
-        """The number of each record's label."""
-        return self.numbered(values[self.label])
+    def per_row(self, values: Values) -> dict[str, np.ndarray]:
+        """Return the number of each record's label."""
+        return self.numbered(values["label"])

@@ -5,10 +5,10 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from tokenfeed.pipeline.format.schema import INPUT_IDS, Task
-from tokenfeed.tools.corpus.records import FieldKind, Fields
+from tokenfeed.pipeline.format.schema import INPUT_IDS
+from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.encoding.fim import FIM_ROWS, FillInMiddle
-from tokenfeed.tools.encoding.tasks.base import Encode, FieldValues, Samples, TaskEncoder
+from tokenfeed.tools.encoding.tasks.base import Encode, Samples, TaskEncoder, Values
 from tokenfeed.tools.encoding.template import Template
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
@@ -17,10 +17,9 @@ from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 class LmEncoder(TaskEncoder):
     """Language modelling: a document is a row."""
 
-    name: ClassVar[Task] = "lm"
-    record: ClassVar[str] = "a document"
-    kinds: ClassVar[Fields] = {"text": FieldKind.TEXT}
-    text: str = "text"
+    option = "lm"
+    record = "a document"
+    kinds: ClassVar = {"text": FieldKind.TEXT}
     fim: FillInMiddle | None = None
     """Cuts some documents in three; None: none."""
 
@@ -34,17 +33,12 @@ class LmEncoder(TaskEncoder):
         self.with_tokenizer(tokenizer.json_bytes)
         return super().template(tokenizer)
 
-    def texts(self, values: FieldValues) -> list[bytes]:
-        """The documents."""
-        texts: list[bytes] = values[self.text]
-        return texts
-
-    def encode(self, values: FieldValues, encode: Encode, template: Template) -> Samples:
+    def encode(self, values: Values, encode: Encode, template: Template) -> Samples:
         """Turn R records into R rows."""
         if self.fim is None:
-            ids = encode(values[self.text])
+            ids = encode(values["text"])
             return Samples({INPUT_IDS: template.around(ids)}, {}, ids.lengths > 0)
-        arranged = self.fim.arranged(values[self.text])
+        arranged = self.fim.arranged(values["text"])
         ids, own = self.fim.joined(arranged, encode(arranged.texts))
         counts = {FIM_ROWS: np.array(arranged.is_cut, np.int64)}
         return Samples({INPUT_IDS: template.around(ids)}, {}, own > 0, counts=counts)

@@ -19,5 +19,5 @@ _CLASSES: tuple[type[TaskEncoder], ...] = (
     IdsEncoder,
 )
 
-TASK_CLASSES: dict[str, type[TaskEncoder]] = {task.option or task.name: task for task in _CLASSES}
+TASK_CLASSES: dict[str, type[TaskEncoder]] = {task.option: task for task in _CLASSES}
 """The tasks by the value of `--task`."""

@@ -203,12 +203,12 @@ def test_a_split_of_a_saved_data_set_can_be_left_out(tmp_path: Path, pattern: st
 # Labels
 
 
-def labels_of(path: Path, rows: list[Any], fields: Any = None) -> Labels:
+def labels_of(path: Path, rows: list[Any]) -> Labels:
     path.mkdir()
     (path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     units = cut_units(find(path, out=path / "out").sources, 10**9)
-    fields = fields or {"text": FieldKind.TEXT, "label": FieldKind.LABEL}
-    return find_labels(units, CountLabels(fields, "label", lambda values: {}), own="label")
+    task = ClassifyEncoder()
+    return find_labels(units, task, map(CountLabels(task).of_unit, units))
 
 
 def labelled(*labels: Any) -> list[Any]:
@@ -219,8 +219,8 @@ def test_one_stray_label_does_not_rename_whole_numbers(tmp_path: Path) -> None:
     for number, stray in enumerate(["", "n/a", "-1", "1.0"]):
         found = labels_of(tmp_path / f"{number}", labelled(*"012" * 40, stray))
         assert found == Labels(("0", "1", "2"), are_numbers=True)
-        task = ClassifyEncoder(text="text", label="label", labels=found)
-        values = {"text": [b"a", b"b"], "label": ["1", stray]}
+        task = ClassifyEncoder(labels=found)
+        values: Any = {"text": [b"a", b"b"], "label": ["1", stray]}
         assert list(task.unusable(values)) == [1]
 
 
@@ -247,9 +247,9 @@ def test_a_label_that_only_rejected_records_have_is_no_class(tmp_path: Path) -> 
 
 
 def test_a_tag_without_a_number_rejects_its_record() -> None:
-    task = TagEncoder(tokens="text", tags="tags", labels=Labels(("B", "O")))
-    values: dict[str, list[Any]] = {
-        "text": [[b"a"], [b"a", b"b"], [b"a"]],
+    task = TagEncoder(labels=Labels(("B", "O")))
+    values: Any = {
+        "tokens": [[b"a"], [b"a", b"b"], [b"a"]],
         "tags": [["B"], ["O", "X"], ["O", "O"]],
     }
     assert list(task.unusable(values)) == [1, 2]

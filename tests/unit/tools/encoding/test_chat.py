@@ -134,7 +134,7 @@ def peer(kind: str = "byte-level") -> Any:
 def encoder(source: str, kind: str = "byte-level") -> tuple[ChatEncoder, ReferenceEngine]:
     tokenizer = TextTokenizer.load(tokenizer_json(kind), origin="a test", splits_special=True)
     template = ChatTemplate(source=source, special_tokens=SPECIAL, variables=VARIABLES)
-    made = ChatEncoder(chat_template=template, splits_special=True, tools="tools")
+    made = ChatEncoder(chat_template=template, splits_special=True, names={"tools": "tools"})
     return made.with_tokenizer(tokenizer_json(kind)), ReferenceEngine(tokenizer)
 
 

@@ -311,3 +311,16 @@ def test_ids_with_labels_give_the_shards_of_the_texts(tmp_path: Path, tokenizer:
     assert made.manifest.label_names == ("c0", "c1", "c2")
     for shard in made.manifest.split("train").shards:
         assert (ids_out / shard.file).read_bytes() == (text_out / shard.file).read_bytes()
+
+
+def test_ids_of_a_table_beside_a_label_inside_an_object(tmp_path: Path, tokenizer: Path) -> None:
+    rows = [{"input_ids": ids, "meta": {"class": "a"}} for ids in ([1, 2], [], [3])]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    pretokenize(
+        tmp_path / "rows.parquet",
+        tmp_path / "out",
+        task="ids",
+        tokenizer=tokenizer,
+        field={"label": "meta.class"},
+    )
+    assert rows_of(tmp_path / "out") == {0: [1, 2], 2: [3]}

@@ -126,7 +126,7 @@ def listed(ragged: Ragged) -> list[list[int]]:
 
 def encoded(task: TaskEncoder, kind: str, **values: Any) -> dict[str, list[Any]]:
     """What the task makes of records, by column: a list of rows each."""
-    given = {name: [*map(checker(of), values[name])] for name, of in task.fields.items()}
+    given: Any = {own: [*map(checker(task.kinds[own]), values[own])] for own in task.names}
     tokenizer = TextTokenizer.load(oracle(kind).to_str().encode(), origin=kind)
     samples = task.encode(given, ReferenceEngine(tokenizer).encode, task.template(tokenizer))
     columns = {name: ragged.values for name, ragged in samples.per_token.items()} | samples.per_row
@@ -143,7 +143,7 @@ def encoded(task: TaskEncoder, kind: str, **values: Any) -> dict[str, list[Any]]
 def test_a_document_is_encode_and_one_end(kind: str, texts: list[str], special: bool) -> None:
     special = special and kind in TEMPLATES
     rows = [oracle(kind).encode(text, add_special_tokens=special).ids for text in texts]
-    assert encoded(LmEncoder(text="text", add_special_tokens=special), kind, text=texts) == {
+    assert encoded(LmEncoder(add_special_tokens=special), kind, text=texts) == {
         "input_ids": [ended(kind, ids) for ids in rows],
         "has_text": [bool(ids_of(kind, text)) for text in texts],
     }
@@ -160,9 +160,7 @@ def test_a_classified_row_is_encode_of_its_texts_without_an_end(
 ) -> None:
     special = special and kind in TEMPLATES
     task = ClassifyEncoder(
-        text="text",
-        pair=pair,
-        label="label",
+        names={"pair": "other"} if pair else {},
         labels=Labels(TAGS),
         add_special_tokens=special,
     )
@@ -170,7 +168,7 @@ def test_a_classified_row_is_encode_of_its_texts_without_an_end(
     asked = [(text, other if pair else None) for text, other in zip(texts, others, strict=True)]
     rows = [oracle(kind).encode(*one, add_special_tokens=special) for one in asked]
     types = {"token_type_ids": [row.type_ids for row in rows]} if pair else {}
-    assert encoded(task, kind, text=texts, other=others, label=labels) == types | {
+    assert encoded(task, kind, text=texts, pair=others, label=labels) == types | {
         "input_ids": [row.ids for row in rows],
         "label": [TAGS.index(label) for label in labels],
         "has_text": [any(ids_of(kind, text or "") for text in one) for one in asked],
@@ -185,11 +183,11 @@ def test_the_first_token_of_a_word_has_its_tag_and_no_other_token_has_one(
     kind: str, records: list[list[tuple[str, str]]], special: bool
 ) -> None:
     special = special and kind in TEMPLATES
-    task = TagEncoder(tokens="words", tags="tags", labels=Labels(TAGS), add_special_tokens=special)
+    task = TagEncoder(labels=Labels(TAGS), add_special_tokens=special)
     words, tags = ([[pair[place] for pair in record] for record in records] for place in range(2))
     rows = [word_encoding(kind, of_row, special) for of_row in words]
     numbers = [[TAGS.index(tag) for tag in of_row] for of_row in tags]
-    found = encoded(task, kind, words=words, tags=tags)
+    found = encoded(task, kind, tokens=words, tags=tags)
     has_token = [
         [word in row.word_ids for word in range(len(of))]
         for row, of in zip(rows, words, strict=True)
@@ -206,8 +204,8 @@ def test_the_first_token_of_a_word_has_its_tag_and_no_other_token_has_one(
 
 @pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
 def test_words_have_the_ids_that_they_have_within_a_text(kind: str) -> None:
-    task = TagEncoder(tokens="words", tags="tags", labels=Labels(TAGS))
-    found = encoded(task, kind, words=[["lazy", "dog"]], tags=[["B", "I"]])["input_ids"][0]
+    task = TagEncoder(labels=Labels(TAGS))
+    found = encoded(task, kind, tokens=[["lazy", "dog"]], tags=[["B", "I"]])["input_ids"][0]
     assert ids_of(kind, "quick lazy dog") == ids_of(kind, "quick") + found
 
 
@@ -218,8 +216,8 @@ def test_prompt_and_completion_are_encoded_apart_within_one_template(
 ) -> None:
     special = special and kind in TEMPLATES
     records = [record for record in records if ids_of(kind, record[1])]
-    task = CompleteEncoder(prompt="p", completion="c", add_special_tokens=special)
-    found = encoded(task, kind, p=[p for p, _ in records], c=[c for _, c in records])
+    task = CompleteEncoder(add_special_tokens=special)
+    found = encoded(task, kind, prompt=[p for p, _ in records], completion=[c for _, c in records])
     rows, lengths = [], []
     for record in records:
         parts = [oracle(kind).encode(text, add_special_tokens=False) for text in record]
@@ -229,7 +227,7 @@ def test_prompt_and_completion_are_encoded_apart_within_one_template(
         lengths.append(framed.special_tokens_mask.index(0) + len(parts[0]))
     expected = {"input_ids": rows, "prompt_length": lengths, "has_text": [True] * len(rows)}
     assert found == expected
-    assert not any(encoded(task, kind, p=["the fox"], c=[""])["has_text"])
+    assert not any(encoded(task, kind, prompt=["the fox"], completion=[""])["has_text"])
 
 
 def label_names(
@@ -237,8 +235,8 @@ def label_names(
 ) -> tuple[str, ...]:
     corpus = find_corpus((str(folder),), out=folder / "out", field=field)
     units = cut_units(corpus.sources, 10**9)
-    work = CountLabels({field: kind}, field, lambda values: {})
-    return find_labels(units, work, own="mood").names
+    task = type("Task", (ClassifyEncoder,), {"kinds": {"mood": kind}})(names={"mood": field})
+    return find_labels(units, task, map(CountLabels(task).of_unit, units)).names
 
 
 def write_lines(path: Path, records: list[Any]) -> Path:
@@ -289,10 +287,10 @@ def test_labels_that_cannot_be_numbered_are_one_error(tmp_path: Path) -> None:
 def test_record_without_text_is_not_called_one_without_label(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", [{"tweet": "hi", "mood": "joy"}])
     units = cut_units(find_corpus((str(tmp_path),), out=tmp_path / "o", field="mood").sources, 99)
-    fields = {"body": FieldKind.TEXT, "mood": FieldKind.LABEL}
-    message = r"^no usable record; .*no field `body`; it has: tweet, mood\.$"
+    task = ClassifyEncoder(names={"text": "body", "label": "mood"})
+    message = r"^no usable.*no field `body`; it has: tweet, mood\. Name the field: .*=NAME`\.$"
     with pytest.raises(CorpusError, match=message):
-        find_labels(units, CountLabels(fields, "mood", lambda values: {}), own="label")
+        find_labels(units, task, map(CountLabels(task).of_unit, units))
 
 
 def pretokenized(task: str, corpus: Path, *options: str) -> tuple[Manifest, dict[str, list[Row]]]:

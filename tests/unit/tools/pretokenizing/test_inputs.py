@@ -16,10 +16,10 @@ from tokenfeed import ShardLoader
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.planning.policies import Fixed
-from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 from tokenfeed.tools.encoding.labels import CountLabels, find_labels
+from tokenfeed.tools.encoding.tasks.classify import ClassifyEncoder
 from tokenfeed.tools.pretokenizing.inputs import find_inputs
 from tokenfeed.tools.pretokenizing.options import Options
 
@@ -198,10 +198,9 @@ def test_labels_counted_by_units_in_any_order_are_the_same(tmp_path: Path) -> No
     found = find_corpus((str(tmp_path / "a.jsonl"),), out=None, field="text")
     units = cut_units(found.sources, 3_000)
     assert len(units) > 5
-    fields = {"text": FieldKind.TEXT, "label": FieldKind.LABEL}
-
-    work = CountLabels(fields, "label", lambda values: {})
-    plain = find_labels(units, work, own="label")
+    task = ClassifyEncoder()
+    work = CountLabels(task)
+    plain = find_labels(units, task, map(work.of_unit, units))
     assert plain.names == tuple(f"k{number}" for number in range(10))
     shuffled = map(work.of_unit, random.Random(0).sample(units, len(units)))
-    assert plain == find_labels(units, work, own="label", counted=shuffled)
+    assert plain == find_labels(units, task, shuffled)
