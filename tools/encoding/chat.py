@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from random import SystemRandom
 from typing import Any
 
@@ -127,10 +127,11 @@ class ChatTemplate:
 
     @functools.cached_property
     def _names(self) -> Callable[[str], bool]:
-        """Returns whether the template has a word, or writes whole messages."""
-        words = {*re.findall(r"\w+", self.source)}
-        is_whole = re.search(r"\bm\w*\s*\|\s*tojson", self.source) is not None
-        return lambda key: is_whole or key in words
+        """Returns whether the template names a key in its code, or writes whole messages."""
+        code = " ".join(re.findall(r"\{[{%].*?[%}]\}", self.source, re.DOTALL))
+        named = {*chain.from_iterable(re.findall(r"""\.\s*(\w+)|["'](\w+)["']""", code))}
+        is_whole = re.search(r"\bm\w*\s*(\|\s*(tojson|items)|\.items\()", code) is not None
+        return lambda key: is_whole or key in named
 
     def with_texts(self, conversation: Conversation) -> tuple[Conversation, int]:
         """Return a conversation in which contents of several parts are texts, and their number.

@@ -8,6 +8,7 @@ output is always new, unfinished or finished.
 import contextlib
 import json
 import logging
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -213,10 +214,8 @@ _WARNED = {
     "unread_labels": "%s records have a label that is neither true nor false: they are learnt",
 }
 """Warnings by the counts of the manifest that change what a model learns."""
-_WARNED_KEYS = (
-    *("train", "training", "trainable", "loss", "mask", "masked", "function_calls", "image"),
-)
-"""Keys of messages that change what a model should learn, or lack in its text."""
+_WARNED_KEYS = re.compile("train|loss|mask|function_calls|image")
+"""Matches keys of messages that change what a model should learn, or lack in its text."""
 
 
 def _warn(run: Prepared, manifest: Manifest, unread: dict[str, str]) -> None:
@@ -228,6 +227,7 @@ def _warn(run: Prepared, manifest: Manifest, unread: dict[str, str]) -> None:
     for name, said in _WARNED.items():
         if counts.get(name) and not (name == "weights" and "weight" in kept):
             logger.warning(said, f"{counts[name]:,}")
-    for key in _WARNED_KEYS:
-        if number := counts.get(UNREAD_KEY + key):
+    for name, number in counts.items():
+        key = name.removeprefix(UNREAD_KEY)
+        if number and key != name and _WARNED_KEYS.search(key):
             logger.warning("%s messages have the key `%s`, which was not read", f"{number:,}", key)

@@ -48,10 +48,10 @@ _TASKS_BY_FIELDS = {
 }
 """The value of `--task` for records with these fields, for hints."""
 
-_MEANINGFUL = {"chosen", "rejected", "label", "instruction", "history", "loss_mask", "labels"}
-
-_MEANINGFUL |= {"attention_mask", "completion_mask", "assistant_masks", "weight", "messages"}
-"""Usual names of fields that change what a record means."""
+_MEANINGFUL = re.compile(
+    "(chosen|rejected|labels?|instruction|history|messages|images?)|.*(mask|weight|loss).*"
+)
+"""Matches usual names of fields that change what a record means."""
 
 _OF_LAYOUTS = {"messages", "prompt", "completion", "chosen", "rejected"}
 """Fields of conversations that cannot be named beside those of any other layout."""
@@ -159,9 +159,8 @@ class TaskEncoder(ABC):
             return f"give --field {own}={field} beside the other fields"
         if own == "label" and "completion" in self.names:
             return "--task chat rejects records whose label is false"
-        return (
-            "prepare the records first if it changes their meaning" if field in _MEANINGFUL else ""
-        )
+        is_meaningful = _MEANINGFUL.fullmatch(field)
+        return "prepare the records first if it changes their meaning" if is_meaningful else ""
 
     def _name_inside(self, reason: str) -> str:
         """Return the option that names a text inside an object or a list; empty without one."""

@@ -629,3 +629,13 @@ def test_a_prompt_beside_messages_is_no_reason_for_advice(tmp_path: Path, model:
     _, _, done = run(records, tmp_path, model)
     assert "prompt (1 of 1 records), prompt_id" in done.stdout
     assert "warning" not in done.stderr
+
+
+def test_a_word_in_the_text_of_a_template_reads_no_key(tmp_path: Path, model: Path) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text("Never train.\n{# no loss_mask #}{% set mood = 'mood' %}" + TEMPLATE)
+    messages = [user("q"), answer("a", train=False, loss_mask=0, mood=1)]
+    _, _, done = run([{"messages": messages}], tmp_path, model, "--chat-template", template)
+    for key in ("train", "loss_mask"):
+        assert f"warning: 1 messages have the key `{key}`, which was not read" in done.stderr
+    assert "mood" not in done.stdout
