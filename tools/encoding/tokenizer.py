@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import xxhash
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from tokenfeed.pipeline.arithmetic import Ragged, offsets_of
 from tokenfeed.pipeline.errors import ConfigError, TokenizerError
@@ -97,6 +97,8 @@ class ModelFiles:
     """Chat templates by name: `default`, and `tool_use` for conversations with tools."""
     end_ids: tuple[int, ...] = ()
     """The ids that end what the model generates."""
+    switches: dict[str, bool] = field(default_factory=dict)
+    """Values of tokenizer_config.json that are true or false, such as `add_prefix_space`."""
 
     @classmethod
     def read(cls, name: str) -> "ModelFiles":
@@ -137,6 +139,7 @@ class ModelFiles:
             added=tuple(added),
             chat_templates=templates,
             end_ids=tuple([ids] if isinstance(ids, int) else ids or ()),
+            switches={key: each for key, each in config.items() if isinstance(each, bool)},
         )
 
 
@@ -180,6 +183,8 @@ class TextTokenizer:
     """Whether special tokens in a document become their ids. If not, they are plain text."""
     end_problem: str = ""
     """What users should know about `end_token`, unless they gave it; empty if nothing."""
+    text_problems: tuple[str, ...] = ()
+    """What users should know about the ids of texts."""
 
     @classmethod
     def load(
@@ -227,7 +232,10 @@ class TextTokenizer:
                 f"{origin}: has the id {size - 1:,}, but ids are below {ID_LIMIT:,}. Give another "
                 "tokenizer."
             )
-        return cls(json_bytes, tokenizer, size, end_token, pad_id, splits_special, problem)
+        problems = _text_problems(tokenizer, files)
+        return cls(
+            json_bytes, tokenizer, size, end_token, pad_id, splits_special, problem, problems
+        )
 
     @property
     def end_id(self) -> int | None:
@@ -300,6 +308,38 @@ def _end_token(
             f"wrong, give --end-token '{own[0]}'"
         )
     return token, ""
+
+
+_RARE = "\ua66e"
+"""A letter that few vocabularies have."""
+_SWITCHES = {
+    "add_prefix_space": ("pre_tokenizer", pre_tokenizers.ByteLevel, "add_prefix_space"),
+    "do_lower_case": ("normalizer", normalizers.BertNormalizer, "lowercase"),
+    "strip_accents": ("normalizer", normalizers.BertNormalizer, "strip_accents"),
+    "tokenize_chinese_chars": ("normalizer", normalizers.BertNormalizer, "handle_chinese_chars"),
+}
+"""Switches of tokenizer_config.json by which transformers changes what tokenizer.json has."""
+
+
+def _text_problems(tokenizer: Tokenizer, files: ModelFiles) -> tuple[str, ...]:
+    """Return why texts may have other ids than users expect."""
+    problems = []
+    for name, (part, type_, attribute) in _SWITCHES.items():
+        step, wanted = getattr(tokenizer, part), files.switches.get(name)
+        if isinstance(step, type_) and wanted not in (None, getattr(step, attribute)):
+            problems.append(
+                f"tokenizer_config.json has `{name}` {str(wanted).lower()}, unlike tokenizer.json, "
+                "which counts here: transformers gives other ids. To get these, save the "
+                "tokenizer anew: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(OTHER)"
+            )
+    if isinstance(tokenizer.model, models.BPE):
+        with contextlib.suppress(Exception):  # a tokenizer that encodes nothing may raise
+            if not tokenizer.encode(_RARE, add_special_tokens=False).ids:
+                problems.append(
+                    "the tokenizer leaves out characters that its vocabulary lacks, without a "
+                    "token in their place: it has neither bytes nor an unknown token"
+                )
+    return tuple(problems)
 
 
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/=]+ [0-9]+\r?\n")

@@ -231,6 +231,8 @@ def _advise(
     """Log what a user may have forgotten about the tokens around texts."""
     if task.has_end and tokenizer.end_problem:
         logger.warning("%s", tokenizer.end_problem)
+    for problem in tokenizer.text_problems if task.has_texts else ():
+        logger.warning("%s", problem)
     if isinstance(task, CompleteEncoder) and _lacks_separator(task, units):
         logger.warning(
             "nothing separates prompts from completions: no white space, and no end that all "

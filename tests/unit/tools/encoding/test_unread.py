@@ -639,3 +639,18 @@ def test_a_word_in_the_text_of_a_template_reads_no_key(tmp_path: Path, model: Pa
     for key in ("train", "loss_mask"):
         assert f"warning: 1 messages have the key `{key}`, which was not read" in done.stderr
     assert "mood" not in done.stdout
+
+
+def test_other_ids_than_those_of_transformers_are_said(tmp_path: Path, model: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    (folder / "tokenizer_config.json").write_text('{"add_prefix_space": true}')
+    done = run([{"text": "a"}], tmp_path, folder, task="lm")[2]
+    assert "tokenizer_config.json has `add_prefix_space` true, unlike tokenizer.json" in done.stderr
+    (folder / "tokenizer_config.json").write_text('{"add_prefix_space": false}')
+    Tokenizer(models.BPE(vocab={"a": 0, "<eos>": 1}, merges=[])).save(
+        str(folder / "tokenizer.json")
+    )
+    done = run([{"text": "ab"}], folder, folder, task="lm")[2]
+    assert "prefix" not in done.stderr
+    assert "the tokenizer leaves out characters that its vocabulary lacks" in done.stderr
