@@ -193,6 +193,8 @@ def find_corpus(
     for file in spooled:
         search.add_spooled(file, JSON_LINES)
     search.check_patterns()
+    if not splits:
+        _warn_of_split_names([source for source in search.sources if source.name in paths])
     of_ids = (source.name for source in search.sources if source.format == TOKENS.name)
     indexes = {name for each in of_ids for name in indexes_beside(each)}
     found = [source for source in search.sources if source.name not in indexes]
@@ -585,6 +587,19 @@ def _named_splits(tables: Sequence[InputFile], root: str) -> dict[str, str]:
         if "train" in splits.values():
             return {name: split for name, split in splits.items() if split != "train"}
     return {}
+
+
+def _warn_of_split_names(given: Sequence[InputFile]) -> None:
+    """Warn of files on the command line that are trained on although their names say test."""
+    tables = [each for each in given if each.format != FALLBACK.name and each.split is None]
+    named = _named_splits([replace(each, name=os.path.basename(each.name)) for each in tables], "")
+    for name, split in [*named.items()][:1]:
+        more = f" and {count_of(len(named) - 1, 'more file')}" if len(named) > 1 else ""
+        logger.warning(
+            "%s%s: read into the same split as the other files, although the name says %s. Name "
+            "the split by --split %s='%s'",
+            *(name, more, split, split, name),
+        )
 
 
 def _size_and_state(path: Location) -> tuple[int, int | str]:

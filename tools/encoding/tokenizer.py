@@ -312,7 +312,7 @@ def _end_token(
 
 _RARE = "\ua66e"
 """A letter that few vocabularies have."""
-_SWITCHES = {
+_SWITCHES: dict[str, tuple[str, type, str]] = {
     "add_prefix_space": ("pre_tokenizer", pre_tokenizers.ByteLevel, "add_prefix_space"),
     "do_lower_case": ("normalizer", normalizers.BertNormalizer, "lowercase"),
     "strip_accents": ("normalizer", normalizers.BertNormalizer, "strip_accents"),

@@ -104,6 +104,20 @@ def test_share_of_validation_depends_on_texts_alone(
     assert listed == 0.1
 
 
+def test_given_files_whose_names_say_test_are_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = ("a.train.jsonl", "a.test.jsonl")
+    write(tmp_path, *names)
+    paths = tuple(f"{tmp_path}/{name}" for name in names)
+    given = find_corpus(paths, out=None, field="text")
+    assert [source.split for source in given.sources] == [None, None]
+    assert "although the name says test. Name the split by --split test='a.test" in caplog.text
+    caplog.clear()
+    find_corpus(paths, out=None, field="text", splits=(("test", "*.test.*"),))
+    assert not caplog.text
+
+
 def corpus_inputs(path: Path, out: Path, tokenizer: Path) -> float:
     """The share of validation that a run would have."""
     options = Options(paths=(str(path), str(out)), task="classify", tokenizer=str(tokenizer))
