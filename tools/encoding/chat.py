@@ -8,6 +8,7 @@ ways, the first that applies:
 """
 
 import functools
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -27,15 +28,6 @@ from tokenfeed.tools.encoding.chat_messages import (
     Message,
     is_learnt,
 )
-from tokenfeed.tools.encoding.chat_parts import Between, Part, Range, Rendered, any_of, laid_out
-from tokenfeed.tools.encoding.chat_places import (
-    KnownText,
-    contents_of,
-    generation_marks,
-    mark_for,
-    marked,
-    read_marks,
-)
 from tokenfeed.tools.encoding.chat_renderer import (
     Exhausted,
     Renderer,
@@ -43,6 +35,19 @@ from tokenfeed.tools.encoding.chat_renderer import (
     rendered_by_transformers,
     renderer,
     unusable,
+)
+from tokenfeed.tools.encoding.chat_spans import (
+    AtEnd,
+    KnownText,
+    Part,
+    Range,
+    Rendered,
+    at_end_of,
+    contents_of,
+    laid_out,
+    mark_for,
+    marked,
+    read_marks,
 )
 
 _MOST_WORK = 1_000_000_000
@@ -189,26 +194,21 @@ class ChatTemplate:
             Unusable: The template fails, or it is not certain what the assistant says.
         """
         own = conversation.copied()
-        text, generated = self._written(own)
+        text, said = self._written(own)
         _check_unchanged(own, conversation)
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise unusable("the template fails", error) from None
         found = self._contents(own, text, known or KnownText())
-        if self._renderer.has_generation:
-            if generated is None:
-                generated = found[1] if found else self._generated(own, text)
-            said = [(start, end) for start, end in generated if end > start]
-        else:
-            said = self._by_prefix(own, text)
+        said = self._by_prefix(own, text) if said is None else said
         _check_unchanged(own, conversation)
-        parts, _, removed = found or ([], [], (0, 0))
+        parts, removed = found or ([], (0, 0))
         messages = conversation.messages
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         unlearnt = {n for n in turns if not is_learnt(messages[n])}
         missing = (int(found is None), *removed)
-        return laid_out(text, said, parts, turns, missing, self._between, unlearnt)
+        return laid_out(text, said, parts, turns, missing, self._at_end, unlearnt)
 
     def compare(self, conversation: Conversation) -> None:
         """Compare the text with that of `transformers`, if it is installed.
@@ -242,12 +242,13 @@ class ChatTemplate:
 
     @functools.cached_property
     def special(self) -> re.Pattern[str]:
-        """Matches a special token."""
-        return any_of(self.special_tokens)
+        """Matches a special token, the longest first."""
+        longest = sorted(map(re.escape, self.special_tokens), key=len, reverse=True)
+        return re.compile("|".join(longest) or r"(?!)")
 
     @functools.cached_property
-    def _between(self) -> Between:
-        return Between(self.special)
+    def _at_end(self) -> AtEnd:
+        return at_end_of(self.special)
 
     @functools.cached_property
     def _halves(self) -> tuple[set[str], ...]:
@@ -285,41 +286,44 @@ class ChatTemplate:
         return self._renderer.render(self._variables(conversation, prompt=prompt))
 
     def _written(self, conversation: Conversation) -> tuple[str, list[Range] | None]:
-        """Render a conversation. Return the text and what {% generation %} encloses; None if
-        another rendering must show it.
+        """Render a conversation. Return the text and what {% generation %} encloses; None without
+        the tag.
 
         Raises:
-            Unusable: The template fails, or has a tag {% generation %} inside another one.
+            Unusable: The template fails, or it is not certain what the tag encloses.
         """
-        if not (self._renderer.has_generation and self._renderer.writes_in_order):
+        if not self._renderer.has_generation:
             return self._text(conversation), None
         rendered = self._renderer.render(self._variables(conversation), *_SAID)
         first, *rest = rendered.split(_NONCE)
         pieces = [first, *(piece[1:] for piece in rest)]
-        places = [*accumulate(map(len, pieces))][:-1]
-        if "".join(piece[0] for piece in rest) != "[]" * (len(rest) // 2):
-            raise _not_certain()
-        return "".join(pieces), [*zip(places[::2], places[1::2], strict=True)]
+        text, places = "".join(pieces), [*accumulate(map(len, pieces))][:-1]
+        is_certain = "".join(piece[0] for piece in rest) == "[]" * (len(rest) // 2)
+        if not self._renderer.writes_in_order:
+            is_certain &= text == self._text(conversation)
+        if not is_certain:
+            raise Unusable(
+                "it is not certain what {% generation %} encloses. Move the tag out of other tags "
+                "{% generation %}, and out of macros, {% set %} and {% filter %}"
+            )
+        pairs = zip(places[::2], places[1::2], strict=True)
+        return text, [(start, end) for start, end in pairs if end > start]
 
     def _contents(
         self, conversation: Conversation, text: str, known: KnownText
-    ) -> tuple[list[Part], list[Range], tuple[int, int]] | None:
-        """Find the contents in the text, and what {% generation %} encloses, if it is not known.
-        Count the messages whose thinking, and whose text, is missing.
-        """
-        needs_marks = self._renderer.has_generation and not self._renderer.writes_in_order
-        contents = contents_of(conversation) if known.is_useful and not needs_marks else None
+    ) -> tuple[list[Part], Range] | None:
+        """Find the contents in the text. Count the messages whose thinking, and whose text, is
+        missing."""
+        contents = contents_of(conversation) if known.is_useful else None
         has_tools = bool(conversation.tools)
         if contents and (parts := known.fit(text, contents, has_tools=has_tools)):
-            return parts, [], (0, 0)
+            return parts, (0, 0)
         found = self._marked(conversation, text)
         if contents and found:
             known.learn(text, contents, found[0], has_tools=has_tools)
         return found
 
-    def _marked(
-        self, conversation: Conversation, text: str
-    ) -> tuple[list[Part], list[Range], tuple[int, int]] | None:
+    def _marked(self, conversation: Conversation, text: str) -> tuple[list[Part], Range] | None:
         """Find what `_contents` returns by marks.
 
         Marks stand around a content, or inside its outer white space for templates that trim. If
@@ -329,35 +333,16 @@ class ChatTemplate:
         if (mark := mark_for(text)) is None:
             return None
         has_spaces = has_details = True
-        for inside in (False, True):
-            for details in (True, False):
-                if (inside and not has_spaces) or not (details or has_details):
-                    continue
-                made = marked(conversation, mark, inside=inside, details=details)
-                has_spaces, has_details = made.has_spaces, made.has_details
-                given = self._variables(made.conversation)
-                try:
-                    rendered = self._renderer.render(given, *generation_marks(mark))
-                except Unusable:
-                    continue
-                if found := read_marks(rendered, text, made.contents, mark):
-                    return (*found, made.removed(found[0]))
+        for inside, details in itertools.product((False, True), (True, False)):
+            if (inside and not has_spaces) or not (details or has_details):
+                continue
+            made = marked(conversation, mark, inside=inside, details=details)
+            has_spaces, has_details = made.has_spaces, made.has_details
+            with suppress(Unusable):
+                rendered = self._renderer.render(self._variables(made.conversation))
+                if (parts := read_marks(rendered, text, made.contents, mark)) is not None:
+                    return parts, made.removed(parts)
         return None
-
-    def _generated(self, conversation: Conversation, text: str) -> list[Range]:
-        """Find what {% generation %} encloses, without the contents.
-
-        Raises:
-            Unusable: The marks of the tag change the text, or are in it.
-        """
-        found = None
-        if (mark := mark_for(text)) is not None:
-            given = self._variables(conversation)
-            rendered = self._renderer.render(given, *generation_marks(mark))
-            found = read_marks(rendered, text, [], mark)
-        if found is None:
-            raise _not_certain()
-        return found[1]
 
     def _by_prefix(self, conversation: Conversation, text: str) -> list[Range]:
         """Find what the assistant says by rendering the conversation up to each message.
@@ -458,13 +443,6 @@ class ChatTemplate:
 def _check_unchanged(own: Conversation, conversation: Conversation) -> None:
     if own != conversation:
         raise Unusable("the template fails: it must not change messages, tools or arguments")
-
-
-def _not_certain() -> Unusable:
-    return Unusable(
-        "it is not certain what {% generation %} encloses. Move the tag out of other tags "
-        "{% generation %}, and out of macros, {% set %} and {% filter %}"
-    )
 
 
 def tokens_set_by(source: str) -> dict[str, str]:

@@ -1,7 +1,6 @@
-"""Conversations: the messages of a record in the layout that templates read, and their contents."""
+"""Conversations: the messages of a record in the layout that templates read."""
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -181,69 +180,3 @@ def is_learnt(message: Message) -> bool:
         return True
     weight = message["weight"]
     return not (isinstance(weight, int | float) and weight == 0)
-
-
-Write = Callable[[str, int, Kind], str]
-"""Takes a content, the number of its message, and its kind. Returns what stands in its place.
-
-The number of ids, and of texts in arguments, is -1.
-"""
-
-
-def replaced(message: Message, number: int, write: Write, *, details: bool) -> Message:
-    """Return a message with other contents. White space around thinking is not part of them.
-
-    With `details`, ids of calls and texts in arguments are contents too.
-    """
-    plain = message.get("content")
-    if len(message) == 2 and isinstance(plain, str) and "</think>" not in plain:  # most of them
-        return {**message, "content": write(plain, number, ROLES[message["role"]])}
-
-    def content(text: str) -> str:
-        before, _, after = text.partition("<think>")
-        inner, closing, rest = after.partition("</think>")
-        if kind is not Kind.TEXT or before.strip() or not closing:
-            return write(text, number, kind)
-        thinking, answer = inner.strip(), rest.lstrip()
-        spaces = inner.split(thinking) if thinking else [inner, ""]
-        marked = write(thinking, number, Kind.THINKING)
-        closing += rest[: len(rest) - len(answer)]
-        opening = f"{before}<think>{spaces[0]}"
-        return f"{opening}{marked}{spaces[1]}{closing}{write(answer, number, kind)}"
-
-    def call(given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        new = with_id(given, "id")
-        if "function" in new:
-            new["function"] = call(new["function"])
-        if isinstance(name := new.get("name"), str):
-            new["name"] = write(name, number, Kind.CALL)
-        if details and "arguments" in new:
-            new["arguments"] = each_text(new["arguments"])
-        return new
-
-    def each_text(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: each_text(each) for key, each in value.items()}
-        if isinstance(value, list):
-            return [*map(each_text, value)]
-        return write(value, -1, Kind.TEMPLATE) if isinstance(value, str) else value
-
-    def with_id(given: dict[str, Any], key: str) -> dict[str, Any]:
-        if details and isinstance(id_ := given.get(key), str):
-            return {**given, key: write(id_, -1, Kind.TEMPLATE)}
-        return dict(given)
-
-    new, kind = dict(message), ROLES[message["role"]]
-    if kind is Kind.TEXT and isinstance(thinking := message.get("reasoning_content"), str):
-        new["reasoning_content"] = write(thinking, number, Kind.THINKING)
-        if message["thinking"] == thinking:
-            new["thinking"] = new["reasoning_content"]
-    if isinstance(given := message.get("content"), str):
-        new["content"] = content(given)
-    elif given is not None:
-        new["content"] = [{**part, "text": content(part["text"])} for part in given]
-    if kind is Kind.TEXT and isinstance(calls := message.get("tool_calls"), list):
-        new["tool_calls"] = [call(given) for given in calls]
-    return with_id(new, "tool_call_id")

@@ -50,8 +50,6 @@ _NOT_WRITTEN = re.compile(
     | (?P<written>{_TEXT.pattern}) (?P<compared>\s*(?:[=!]=|(?:not\s+)?in\b))?""",
     re.DOTALL | re.VERBOSE,
 )
-_NAMESPACE = re.compile(r"\b(\w+)\s*=\s*namespace\s*\(")
-_ATTRIBUTE_SET = re.compile(r"\bset\s+\w+\s*\.\s*\w+\s*=(.*)", re.DOTALL)
 _INTEGER_BITS = 63
 UNLIKE_SPACE = re.compile(r'"(?:\\[nrtf]|\s)*\\u001[c-f]|\\u001[c-f](?:\\[nrtf]|\s)*"')
 """Matches, in JSON, a text that begins or ends with a character that only Python takes for white
@@ -132,11 +130,6 @@ class Renderer:
             raise Unusable(f"is too long: {len(source):,} characters with {len(tags):,} tags")
         if (longest := max(map(len, tags), default=0)) > _MOST_IN_TAG:
             raise Unusable(f"has a tag of {longest:,} characters, expected {_MOST_IN_TAG:,}")
-        if name := _contained(tags):
-            raise Unusable(
-                f"puts the namespace `{name}` into a namespace: it could contain itself, which "
-                "ends the process"
-            )
         import minijinja  # only for conversations
 
         self._source = source
@@ -182,17 +175,6 @@ class Renderer:
 
 renderer = functools.cache(Renderer)
 """The renderer of a template, compiled once in a process."""
-
-
-def _contained(tags: list[str]) -> str:
-    """Return a namespace that becomes part of a namespace; or an empty text.
-
-    A namespace that contains itself overflows the stack when it is written or compared.
-    """
-    names = [name for tag in tags for name in _NAMESPACE.findall(tag)]
-    used = re.compile(rf"(?<![\w.])({'|'.join(names)})\b(?!\s*\.)")
-    values = (each for tag in tags for each in _ATTRIBUTE_SET.findall(tag)) if names else ()
-    return next((match[1] for match in map(used.search, values) if match), "")
 
 
 def texts_written(source: str) -> str:

@@ -26,9 +26,8 @@ from tokenfeed.tools.encoding.chat_messages import (
     is_learnt,
     read_messages,
 )
-from tokenfeed.tools.encoding.chat_parts import COUNTS, Rendered, TokensOfTexts
-from tokenfeed.tools.encoding.chat_places import KnownText
 from tokenfeed.tools.encoding.chat_renderer import UNLIKE_SPACE, Exhausted, bounded, to_json
+from tokenfeed.tools.encoding.chat_spans import COUNTS, KnownText, Rendered, TokensOfTexts
 from tokenfeed.tools.encoding.tasks.base import (
     SHOWN,
     Encode,

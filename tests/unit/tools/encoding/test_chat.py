@@ -32,7 +32,7 @@ from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.corpus.records import Unusable
 from tokenfeed.tools.encoding.chat import ChatTemplate
 from tokenfeed.tools.encoding.chat_messages import Conversation, read_messages
-from tokenfeed.tools.encoding.chat_parts import COUNTS, Rendered
+from tokenfeed.tools.encoding.chat_spans import COUNTS, Rendered
 from tokenfeed.tools.encoding.engines import ReferenceEngine
 from tokenfeed.tools.encoding.tasks.base import Samples
 from tokenfeed.tools.encoding.tasks.chat import ChatEncoder
