@@ -292,7 +292,11 @@ def _rows(name: str, table: Any, fields: Fields) -> Iterator[list[dict[str, Any]
         except pa.ArrowInvalid:  # a column, like a Series
             reader = pa.table({next(iter(fields)): pa.chunked_array(table)}).to_reader()
     except (pa.ArrowException, ValueError) as error:  # pandas converts its values here
-        raise CorpusError(f"{name}: cannot be read as a table: {error}.") from None
+        reason = "; ".join(map(str, error.args))
+        raise CorpusError(
+            f"{name}: cannot be read as a table: {reason}. Give each column values of one type, "
+            "like frame.astype({'text': 'string'})."
+        ) from None
     for batch in reader:
         wanted = batch.select(_columns(name, fields, batch.schema.names))
         nested = [

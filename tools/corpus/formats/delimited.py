@@ -134,6 +134,11 @@ def _read(part: FilePart, fields: Fields, delimiter: str) -> Iterator[Records]:
     columns, problem = _columns(rows)
     schema = pa.schema([(column, pa.large_binary()) for column in columns])
     if problem := problem or column_problem(schema, fields):
+        other = next((each for each in ";\t|" if len(columns) == 1 and each in columns[0]), "")
+        if other:
+            problem = (
+                f"has one column, {columns[0][:80]!r}: separate values by commas, not {other!r}"
+            )
         yield rejected(0, fields, problem)
         return
     for records in _records(rows, columns, fields):

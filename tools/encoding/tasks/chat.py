@@ -249,7 +249,7 @@ class ChatEncoder(TaskEncoder):
                 notes = _notes(self.chat_template, conversation, made)
                 notes["unread_arguments"] = sum(not reads(name) for name in conversation.arguments)
                 notes["joined_parts"] = num_joined
-                given = values["label"][row] if "label" in values else None
+                given = _truth(values["label"][row]) if "label" in values else None
                 notes["unread_labels"] = given is not None and not isinstance(given, bool)
                 system = values["system"][row] if "system" in values else None
                 is_other = conversation.messages[0].get("content") != system
@@ -360,7 +360,7 @@ class ChatEncoder(TaskEncoder):
             own: values[own][row] if own in values else None
             for own in ("label", "system", "tools", "template_arguments")
         }
-        if optional["label"] is False:
+        if _truth(optional["label"]) is False:
             name = self.names["label"]
             raise Unusable(f"field `{name}` is false: an answer that must not be learnt")
         if (system := optional["system"]) is not None and not isinstance(system, str):
@@ -483,6 +483,12 @@ def _notes(
             if isinstance(given, str) and given:
                 notes["text_arguments"] += to_json(given) in rendered.text
     return notes
+
+
+def _truth(value: Any) -> Any:
+    """Return true or false for a text of either, because CSV has only texts."""
+    text = value.strip().lower() if isinstance(value, str) else ""
+    return {"true": True, "false": False}.get(text, value)
 
 
 def _json_of(record: list[Any]) -> bytes:

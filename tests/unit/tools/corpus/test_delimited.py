@@ -71,6 +71,7 @@ CASES: list[tuple[str, bytes, dict[int, bytes], dict[int, str]]] = [
     ("a.csv", b"text,id,text\na,1,b\n", {}, {0: "has 2 columns `text`"}),
     ("a.tsv", b"text\tid\ttext\na\t1\tb\n", {}, {0: "has 2 columns `text`"}),
     ("a.csv", b"text,id\n\xfc\n1,\xfc\n", {1: b"1"}, {0: "has 1 values, expected 2"}),
+    ("a.csv", b"id;text\n1;a\n", {}, {0: "has one column, 'id;text': separate values by commas"}),
     ("a.tsv", b"id\ttext\n\xfc\tb\n2\t\xfc\n", {0: b"b"}, {1: "has invalid UTF-8 at byte 0"}),
 ]
 

@@ -267,7 +267,7 @@ def test_answers_labelled_false_are_rejected(layout: str, tmp_path: Path, model:
     records: list[Any] = [{"prompt": "q", "completion": text} for text in ("good", "bad", "so")]
     if layout == "messages":
         records = [{"messages": [user("q"), answer(each["completion"])]} for each in records]
-    labels = (True, False, None)
+    labels = (True, False if layout == "prompt" else "False", None)  # as in CSV
     records = [each | {"label": label} for each, label in zip(records, labels, strict=True)]
     _, learnt, _ = run(records, tmp_path, model)
     assert learnt == ["good<|endoftext|>", "so<|endoftext|>"]
