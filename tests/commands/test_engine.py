@@ -17,7 +17,7 @@ from support.tokenizer_shapes import differing_texts
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.tools.encoding.engines import FastEngine, ReferenceEngine
+from tokenfeed.tools.encoding.engines import ReferenceEngine, fast_engine
 from tokenfeed.tools.encoding.fast.engine import EngineFailure
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
@@ -160,7 +160,7 @@ def test_an_answer_that_no_array_can_hold_is_a_breakdown(
     assert LIES[lie][0] in FALSE_ENGINE
     use_engine(FALSE_ENGINE.replace(*LIES[lie]))
     loaded = TextTokenizer.load(tokenizer.read_bytes(), origin="test")
-    engine = FastEngine.from_tokenizer(loaded)
+    engine = fast_engine(loaded)
     with pytest.raises(EngineFailure):
         engine.encode([b"right", b"LIE"])
     texts = [b"right", b"LIE", b""]

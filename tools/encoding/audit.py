@@ -18,13 +18,8 @@ import numpy as np
 from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.tools.corpus.records import Fields
 from tokenfeed.tools.corpus.units import Unit, fetched_ahead, read_texts
-from tokenfeed.tools.encoding.engines import (
-    Engine,
-    FastEngine,
-    ReferenceEngine,
-    Unencodable,
-)
-from tokenfeed.tools.encoding.fast.engine import EngineFailure
+from tokenfeed.tools.encoding.engines import Engine, ReferenceEngine, Unencodable
+from tokenfeed.tools.encoding.fast.engine import EngineFailure, FastEngine
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 _TEXTS = 400
@@ -73,7 +68,7 @@ def answers_without_routed(engine: FastEngine, texts: list[bytes]) -> Answers:
 
     Loading the reference in a worker would take longer than encoding all other texts.
     """
-    routed = {*engine.fast.routed(texts).tolist()}
+    routed = {*engine.routed(texts).tolist()}
     return answers_of(engine, [text for place, text in enumerate(texts) if place not in routed])
 
 

@@ -6,8 +6,9 @@ for the shape of the tokenizer and the installed versions. `audit` also compares
 """
 
 import contextlib
+import functools
 import itertools
-from typing import Literal, Self
+from typing import Literal
 
 import numpy as np
 
@@ -17,22 +18,18 @@ from tokenfeed.pipeline.format.data_set import NOT_FAILURES
 from tokenfeed.pipeline.format.schema import token_dtype
 from tokenfeed.tools.encoding.fast.engine import (
     EngineUnavailable,
-    FastEncoder,
+    FastEngine,
     supported_shape,
 )
 from tokenfeed.tools.encoding.fast.words import Words
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer, fetch_tokenizer_json
 
 EngineName = Literal["tokenizers", "gigatoken"]
+"""The packages that can make ids."""
 
 
 class Unencodable(Exception):
-    """Texts that the tokenizer cannot encode."""
-
-    def __init__(self, reasons: dict[int, str]) -> None:
-        super().__init__(reasons)
-        self.reasons = reasons
-        """The reason, by the index of the text in the batch."""
+    """The tokenizer cannot encode a text. The message says why."""
 
 
 class ReferenceEngine:
@@ -54,7 +51,7 @@ class ReferenceEngine:
             The ids of each text, uint16 or uint32. A text may have no ids.
 
         Raises:
-            Unencodable: Some of the texts cannot be encoded.
+            Unencodable: One of the texts cannot be encoded.
         """
         if self._words is not None:
             try:
@@ -73,100 +70,21 @@ class ReferenceEngine:
         except BaseException as error:  # the library raises what its Rust side gives, panics too
             if isinstance(error, NOT_FAILURES):
                 raise
-            if reasons := self._reasons(decoded):
-                raise Unencodable(reasons) from None
+            self._raise_of_one(decoded)
             raise TokenizerError(f"the tokenizer fails over a batch of texts: {error}") from None
         lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
         flat = itertools.chain.from_iterable(encoding.ids for encoding in encodings)
         return Ragged(np.fromiter(flat, self._dtype, int(lengths.sum())), lengths)
 
-    def _reasons(self, texts: list[str]) -> dict[int, str]:
-        reasons = {}
-        for index, text in enumerate(texts):
+    def _raise_of_one(self, texts: list[str]) -> None:
+        """Raise `Unencodable` for the first text that cannot be encoded alone."""
+        for text in texts:
             try:
                 self._tokenizer.encode(text, add_special_tokens=False)
             except BaseException as error:
                 if isinstance(error, NOT_FAILURES):
                     raise
-                reasons[index] = f"the tokenizer cannot encode it: {error}"
-        return reasons
-
-
-class FastEngine:
-    """The fast encoder, and the reference for the texts that only the reference may encode. The
-    reference is loaded for the first of these texts."""
-
-    name: EngineName = "gigatoken"
-
-    def __init__(self, json_bytes: bytes, vocabulary_size: int, *, splits_special: bool) -> None:
-        """Load the fast encoder without the reference; see `FastEncoder`.
-
-        Raises:
-            EngineUnavailable: It is not installed, or cannot be used for this tokenizer.
-        """
-        self.fast = FastEncoder(json_bytes, vocabulary_size, splits_special=splits_special)
-        self.reference: ReferenceEngine | None = None
-        self.routed = 0
-        """Number of texts of the last batch that the reference encoded."""
-        self._json, self._splits_special = json_bytes, splits_special
-
-    @classmethod
-    def from_tokenizer(cls, tokenizer: TextTokenizer) -> Self:
-        """Load the fast engine for a tokenizer that is already loaded, and check its vocabulary.
-
-        Raises:
-            EngineUnavailable: The engine is not installed, or cannot be used for this tokenizer.
-        """
-        cls.check(tokenizer)
-        made = cls(
-            tokenizer.json_bytes,
-            tokenizer.vocabulary_size,
-            splits_special=tokenizer.splits_special,
-        )
-        made.reference = ReferenceEngine(tokenizer)
-        return made
-
-    @staticmethod
-    def check(tokenizer: TextTokenizer) -> None:
-        """See `FastEncoder.check`."""
-        added = tokenizer.tokenizer.get_added_tokens_decoder()
-        contents = {id_: token.content for id_, token in added.items()}
-        FastEncoder.check(tokenizer.json_bytes, contents)
-
-    def encode(self, texts: list[bytes]) -> Ragged:
-        """Encode UTF-8 texts like `ReferenceEngine.encode`.
-
-        Raises:
-            Unencodable: The reference cannot encode some of the texts.
-            EngineFailure: The fast engine failed.
-        """
-        routed = self.fast.routed(texts)
-        self.routed = len(routed)
-        if not self.routed:
-            return self.fast.encode(texts)
-        others = np.setdiff1d(np.arange(len(texts)), routed)
-        parts = (
-            self.fast.encode([texts[place] for place in others]),
-            self._encode_routed(texts, routed),
-        )
-        made = Ragged(
-            np.concatenate([part.values for part in parts]),
-            np.concatenate([part.lengths for part in parts]),
-        )
-        return made.take(np.argsort(np.concatenate([others, routed])))
-
-    def _encode_routed(self, texts: list[bytes], routed: np.ndarray) -> Ragged:
-        """Encode the texts with the indexes `routed` by the reference."""
-        if self.reference is None:
-            tokenizer = TextTokenizer.load(
-                self._json, origin="the tokenizer", splits_special=self._splits_special
-            )
-            self.reference = ReferenceEngine(tokenizer)
-        try:
-            return self.reference.encode([texts[place] for place in routed])
-        except Unencodable as error:
-            reasons = {int(routed[place]): reason for place, reason in error.reasons.items()}
-            raise Unencodable(reasons) from None
+                raise Unencodable(f"the tokenizer cannot encode it: {error}") from None
 
 
 class NoEngine:
@@ -180,6 +98,28 @@ class NoEngine:
 
 
 Engine = ReferenceEngine | FastEngine | NoEngine
+
+
+def check_fast(tokenizer: TextTokenizer) -> None:
+    """See `FastEngine.check`."""
+    added = tokenizer.tokenizer.get_added_tokens_decoder()
+    contents = {id_: token.content for id_, token in added.items()}
+    FastEngine.check(tokenizer.json_bytes, contents)
+
+
+def fast_engine(tokenizer: TextTokenizer) -> FastEngine:
+    """Load the fast engine for a tokenizer that is already loaded, and check its vocabulary.
+
+    Raises:
+        EngineUnavailable: The engine is not installed, or cannot be used for this tokenizer.
+    """
+    check_fast(tokenizer)
+    return FastEngine(
+        tokenizer.json_bytes,
+        tokenizer.vocabulary_size,
+        splits_special=tokenizer.splits_special,
+        reference=ReferenceEngine(tokenizer).encode,
+    )
 
 
 _loaded: list[tuple[tuple[bytes, bool], Engine]] = []
@@ -220,9 +160,18 @@ def load_engine(
     for made_of, engine in _loaded:
         if made_of == (json_bytes, splits_special) and engine.name == name:
             return engine
-    if name == FastEngine.name:
-        return FastEngine(json_bytes, vocabulary_size, splits_special=splits_special)
-    tokenizer = TextTokenizer.load(
-        json_bytes, origin="the tokenizer", splits_special=splits_special
+
+    @functools.cache
+    def reference() -> ReferenceEngine:
+        return ReferenceEngine(
+            TextTokenizer.load(json_bytes, origin="the tokenizer", splits_special=splits_special)
+        )
+
+    if name == ReferenceEngine.name:
+        return reference()
+    return FastEngine(
+        json_bytes,
+        vocabulary_size,
+        splits_special=splits_special,
+        reference=lambda texts: reference().encode(texts),  # loaded for the first of them
     )
-    return ReferenceEngine(tokenizer)

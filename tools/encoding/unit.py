@@ -24,12 +24,11 @@ from tokenfeed.tools.encoding.audit import Answers, Questions, answers_without_r
 from tokenfeed.tools.encoding.engines import (
     Engine,
     EngineName,
-    FastEngine,
     NoEngine,
     Unencodable,
     load_engine,
 )
-from tokenfeed.tools.encoding.fast.engine import EngineUnavailable
+from tokenfeed.tools.encoding.fast.engine import EngineUnavailable, FastEngine
 from tokenfeed.tools.encoding.limit import (
     TRAIN,
     VALIDATION,
@@ -222,7 +221,7 @@ class UnitEncoder:
         """Return the ids of texts. Count routed texts."""
         made = self._engine.encode(texts)
         if isinstance(self._engine, FastEngine):
-            ledger.routed += self._engine.routed
+            ledger.routed += self._engine.num_routed
         return made
 
     def _unencodable(self, block: RecordBlock) -> dict[int, str]:
@@ -233,7 +232,7 @@ class UnitEncoder:
             try:
                 self._task.encode(values, self._engine.encode, self._settings.template)
             except Unencodable as error:
-                reasons[index] = next(iter(error.reasons.values()))
+                reasons[index] = str(error)
         return reasons
 
     def _sampled(self, sample: RecordBlock) -> Answers:

@@ -18,7 +18,8 @@ from tokenfeed.tools.corpus.input_files import FilePart
 from tokenfeed.tools.corpus.sources import Corpus, Known
 from tokenfeed.tools.corpus.units import Unit, cut_units, read_records
 from tokenfeed.tools.encoding.audit import Audit
-from tokenfeed.tools.encoding.engines import FastEngine, ReferenceEngine
+from tokenfeed.tools.encoding.engines import ReferenceEngine
+from tokenfeed.tools.encoding.fast.engine import FastEngine
 from tokenfeed.tools.encoding.labels import CountLabels, Labels, find_labels
 from tokenfeed.tools.encoding.limit import TRAIN, VALIDATION, FindLeast, Mark, find_last
 from tokenfeed.tools.encoding.tasks.base import TaskEncoder

@@ -19,7 +19,7 @@ from typing import Any
 from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.tools.corpus.units import Unit
 from tokenfeed.tools.encoding.audit import Audit, Questions
-from tokenfeed.tools.encoding.engines import FastEngine, ReferenceEngine
+from tokenfeed.tools.encoding.engines import ReferenceEngine, check_fast, fast_engine
 from tokenfeed.tools.encoding.fast.engine import (
     EngineRejected,
     EngineUnavailable,
@@ -119,7 +119,7 @@ def _encode_all(run: Prepared, records: RunRecords) -> None:
         supported_shape(run.tokenizer.json_bytes)  # before workers load it
     done = {n: result for n, result in records.results.items() if result.engine == engine}
     if run.is_fast and len(done) < len(records.results):
-        FastEngine.check(run.tokenizer)  # before it may write over what the reference has made
+        check_fast(run.tokenizer)  # before it may write over what the reference has made
     _check(run, records, *done.values())
     own = (unit for unit in run.units if records.part.has(unit.number))
     missing = [unit for unit in own if unit.number not in done]
@@ -131,7 +131,7 @@ def _encode_all(run: Prepared, records: RunRecords) -> None:
         questions = run.audit.questions() if audits else None
         crew.start(questions)
         if run.is_fast:
-            FastEngine.check(run.tokenizer)
+            check_fast(run.tokenizer)
         if questions:
             run.audit.expect(questions)
         for message in crew:
@@ -165,7 +165,7 @@ def _crew(run: Prepared, units: list[_Work], bar: Bar) -> Iterator[Crew | _Alone
     """Start the workers that encode `units`. All processes end with the block."""
     settings = run.encoding
     if not units or (is_small(run.units) and run.options.task not in executors.IN_CHILDREN):
-        engine = (FastEngine.from_tokenizer if run.is_fast else ReferenceEngine)(run.tokenizer)
+        engine = (fast_engine if run.is_fast else ReferenceEngine)(run.tokenizer)
         do = settings.begin(lambda *progress: bar.advance(Done(*progress)), engine)
         yield _Alone(do, units)
         return

@@ -1,12 +1,13 @@
 """The encoder `gigatoken`, for tokenizers of which tests compared it with the reference.
 
-`FastEncoder.encode` takes UTF-8 texts and returns flat ids and lengths as numpy arrays. Give it no
-text that `FastEncoder.routed` returns: only the reference has the right ids of these.
+`FastEngine.encode` takes UTF-8 texts and returns flat ids and lengths as numpy arrays. It leaves
+texts of which only the reference has the right ids to the reference.
 """
 
 import importlib.metadata
 import json
-from typing import Any
+from itertools import compress
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -22,6 +23,7 @@ from tokenfeed.tools.encoding.fast.shapes import (
     Unproved,
     check_vocabulary,
 )
+from tokenfeed.tools.encoding.fast.words import Encode, woven
 from tokenfeed.tools.shell.console import signals_held
 
 _COMPARED = {
@@ -48,7 +50,7 @@ class EngineUntested(EngineUnavailable):
 
 
 def supported_shape(json_bytes: bytes) -> Shape:
-    """Return the shape of a tokenizer.json. The check is fast: see `FastEncoder.check`.
+    """Return the shape of a tokenizer.json. The check is fast: see `FastEngine.check`.
 
     Raises:
         EngineUnavailable: No test compared the engines for the shape. The message names the unusual
@@ -93,22 +95,29 @@ CACHE_BYTES = 512 << 20
 """Growth of the process at which the fast engine is loaded again: its cache has no limit."""
 
 
-class FastEncoder:
+class FastEngine:
     """The `gigatoken` package, for shapes of tokenizers for which tests compared the engines."""
 
-    def __init__(self, json_bytes: bytes, vocabulary_size: int, *, splits_special: bool) -> None:
-        """Load the encoder.
+    name: Literal["gigatoken"] = "gigatoken"
+
+    def __init__(
+        self, json_bytes: bytes, vocabulary_size: int, *, splits_special: bool, reference: Encode
+    ) -> None:
+        """Load the package.
 
         Args:
             json_bytes: A tokenizer.json.
             vocabulary_size: The largest id + 1.
             splits_special: Whether special tokens in a text become their ids. If not, they are
                 plain text.
+            reference: Encodes the texts that only the reference may encode.
 
         Raises:
             EngineUnavailable: It is not installed, or cannot be used for this tokenizer.
         """
-        self._json, self._splits_special = json_bytes, splits_special
+        self.num_routed = 0
+        """Number of texts of the last batch that the reference encoded."""
+        self._json, self._splits_special, self._reference = json_bytes, splits_special, reference
         self._vocabulary_size = vocabulary_size
         self._dtype = token_dtype(vocabulary_size)
         shape = supported_shape(json_bytes)
@@ -151,6 +160,16 @@ class FastEncoder:
         Raises:
             EngineFailure: The engine failed.
         """
+        routed = self.routed(texts)
+        self.num_routed = len(routed)
+        if not self.num_routed:
+            return self._encode(texts)
+        is_routed = np.zeros(len(texts), bool)
+        is_routed[routed] = True
+        others = self._encode([*compress(texts, ~is_routed)])
+        return woven(is_routed, self._reference([texts[place] for place in routed]), others)
+
+    def _encode(self, texts: list[bytes]) -> Ragged:
         with _raising(EngineFailure):
             if self._digits:
                 offsets, ids = self._encode_pieces(texts)

@@ -138,7 +138,7 @@ class Words:
             return self._encode_words(texts)
         is_apart = matches(self._apart, texts)
         plain = self._encode_words([*itertools.compress(texts, ~is_apart)])
-        return _woven(is_apart, self._encode([*itertools.compress(texts, is_apart)]), plain)
+        return woven(is_apart, self._encode([*itertools.compress(texts, is_apart)]), plain)
 
     def _encode_words(self, texts: list[bytes]) -> Ragged:
         if not 0 < sum(map(len, texts)) < _ARROW_BYTES:
@@ -172,7 +172,7 @@ class Words:
         """Encode words that are not in the cache."""
         is_plain = np.fromiter(map(bytes.isalnum, words), bool, len(words))  # of ASCII, as bytes
         plain = self._encode_plain([*itertools.compress(words, is_plain)])
-        return _woven(is_plain, plain, self._encode([*itertools.compress(words, ~is_plain)]))
+        return woven(is_plain, plain, self._encode([*itertools.compress(words, ~is_plain)]))
 
     def _encode_plain(self, words: list[bytes]) -> Ragged:
         """Encode letters and digits of ASCII, of which a normalizer could only change the case."""
@@ -184,10 +184,10 @@ class Words:
         return Ragged(np.fromiter(flat, np.uint32, int(lengths.sum())), lengths)
 
 
-def _woven(is_first: np.ndarray, first: Ragged, second: Ragged) -> Ragged:
+def woven(is_first: np.ndarray, first: Ragged, second: Ragged) -> Ragged:
     """Return the rows of two in one order: a row of `first` for each True, or else of `second`."""
     made = Ragged(
-        np.concatenate([first.values.astype(np.uint32), second.values.astype(np.uint32)]),
+        np.concatenate([first.values, second.values]),
         np.concatenate([first.lengths, second.lengths]),
     )
     return made.take(np.argsort(np.argsort(~is_first, kind="stable")))

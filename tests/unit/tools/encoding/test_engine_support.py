@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from support.tokenizer_shapes import FLAGS, json_of, trained_model
 
-from tokenfeed.tools.encoding.engines import FastEngine
+from tokenfeed.tools.encoding.engines import fast_engine
 from tokenfeed.tools.encoding.fast import shapes
 from tokenfeed.tools.encoding.fast.engine import EngineUnavailable, EngineUntested
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
@@ -90,7 +90,7 @@ UNPROVED = {
 def test_what_was_never_compared_is_left_to_the_reference(trait: str) -> None:
     made = TextTokenizer.load(UNPROVED[trait], origin="test")
     with pytest.raises(EngineUnavailable, match="never compared"):
-        FastEngine.from_tokenizer(made)
+        fast_engine(made)
 
 
 def test_a_part_that_nobody_knows_is_not_ignored() -> None:
@@ -111,14 +111,14 @@ def test_a_part_that_nobody_knows_is_not_ignored() -> None:
 def test_the_message_names_the_trait() -> None:
     made = TextTokenizer.load(UNPROVED["Digits"], origin="test")
     with pytest.raises(EngineUnavailable, match=r'pre-tokenizer.*"Digits"'):
-        FastEngine.from_tokenizer(made)
+        fast_engine(made)
 
 
 def test_versions_that_were_never_compared_are_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     made = TextTokenizer.load(json_of("byte-level"), origin="test")
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.99.0")
     with pytest.raises(EngineUntested, match=r"gigatoken 0\.99\.0: `pip install 'gigatoken>=0"):
-        FastEngine.from_tokenizer(made)
+        fast_engine(made)
 
 
 def test_text_that_ends_in_white_space_after_a_line_differs_with_gpt_4s_regex() -> None:
@@ -131,4 +131,4 @@ def test_text_that_ends_in_white_space_after_a_line_differs_with_gpt_4s_regex() 
     bare = gigatoken.Tokenizer.from_json(json_bytes).encode_batch([b"a\n\t"], parallel=False)
     assert bare.to_list()[0] != right
     made = TextTokenizer.load(json_bytes, origin="test")
-    assert FastEngine.from_tokenizer(made).encode([b"a\n\t"]).values.tolist() == right
+    assert fast_engine(made).encode([b"a\n\t"]).values.tolist() == right

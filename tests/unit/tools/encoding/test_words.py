@@ -136,6 +136,5 @@ def test_words_without_an_unknown_token_name_their_texts() -> None:
     tokenizer = json.loads(bert())
     tokenizer["model"]["unk_token"] = "[NONE]"
     made = engine(json.dumps(tokenizer).encode())
-    with pytest.raises(Unencodable) as caught:
+    with pytest.raises(Unencodable, match="the tokenizer cannot encode it"):
         made.encode([b"w0", b"x" * 150, b"a"])
-    assert list(caught.value.reasons) == [1]
