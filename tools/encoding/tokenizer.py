@@ -242,6 +242,11 @@ class TextTokenizer:
         """The id of `end_token`."""
         return self.tokenizer.token_to_id(self.end_token) if self.end_token else None
 
+    @property
+    def unknown_token(self) -> str:
+        """The token in place of characters that the vocabulary lacks."""
+        return getattr(self.tokenizer.model, "unk_token", None) or "<unk>"
+
     def is_token(self, text: str) -> bool:
         """Return whether a text alone becomes the token of this name."""
         with contextlib.suppress(Exception):  # a model without an unknown token may raise

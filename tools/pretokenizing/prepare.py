@@ -4,10 +4,12 @@ The plan has the units, the labels and the share for validation. It is made once
 parts, and the same command after a kill, read the plan instead of the corpus.
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import islice
 from typing import Any
 
 import xxhash
@@ -16,7 +18,7 @@ from tokenfeed.pipeline.errors import TokenizerError
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.tools.corpus.input_files import FilePart
 from tokenfeed.tools.corpus.sources import Corpus, Known
-from tokenfeed.tools.corpus.units import Unit, cut_units, read_records
+from tokenfeed.tools.corpus.units import Unit, cut_units, read_records, read_texts
 from tokenfeed.tools.encoding.audit import Audit
 from tokenfeed.tools.encoding.engines import ReferenceEngine
 from tokenfeed.tools.encoding.fast.engine import FastEngine
@@ -36,6 +38,8 @@ from tokenfeed.tools.pretokenizing.options import Options
 
 logger = logging.getLogger(__name__)
 
+_ADVISED_TEXTS, _ADVISED_BYTES, _MANY_UNKNOWN = 100, 1000, 0.01
+"""Texts and bytes of each in which unknown tokens are counted, and the share for a warning."""
 COUNTED_ALONE_BYTES = 32_000_000
 """Largest input in bytes that this process reads alone before workers would start."""
 
@@ -234,6 +238,12 @@ def _advise(
         logger.warning("%s", tokenizer.end_problem)
     for problem in tokenizer.text_problems if task.has_texts else ():
         logger.warning("%s", problem)
+    if task.has_texts and (share := _unknown_share(task, units, tokenizer)) >= _MANY_UNKNOWN:
+        logger.warning(
+            "%.0f%% of the tokens of the first records are %s, because the tokenizer lacks their "
+            "characters. Use a tokenizer of this language",
+            *(100 * share, tokenizer.unknown_token),
+        )
     if isinstance(task, CompleteEncoder) and _lacks_separator(task, units):
         logger.warning(
             "nothing separates prompts from completions: no white space, and no end that all "
@@ -262,6 +272,20 @@ def _lacks_separator(task: CompleteEncoder, units: tuple[Unit, ...]) -> bool:
     )
     endings = {prompt[-2:] for prompt in prompts}
     return len(endings) > 1 and not is_apart
+
+
+def _unknown_share(task: TaskEncoder, units: tuple[Unit, ...], tokenizer: TextTokenizer) -> float:
+    """Return the share of unknown tokens in the beginnings of the first texts of the corpus."""
+    first = next((part for unit in units for part in unit.parts), None)
+    unknown = tokenizer.tokenizer.token_to_id(tokenizer.unknown_token)
+    if first is None or unknown is None:
+        return 0.0
+    ids: list[int] = []
+    for text in islice(read_texts(first, task.fields), _ADVISED_TEXTS):
+        with contextlib.suppress(Exception):  # a tokenizer may raise, which becomes a reject
+            beginning = text[:_ADVISED_BYTES].decode(errors="ignore")
+            ids += tokenizer.tokenizer.encode(beginning, add_special_tokens=False).ids
+    return ids.count(unknown) / max(len(ids), 1)
 
 
 def _last_of_limit(

@@ -654,3 +654,16 @@ def test_other_ids_than_those_of_transformers_are_said(tmp_path: Path, model: Pa
     done = run([{"text": "ab"}], folder, folder, task="lm")[2]
     assert "prefix" not in done.stderr
     assert "the tokenizer leaves out characters that its vocabulary lacks" in done.stderr
+
+
+def test_many_unknown_tokens_are_a_warning(tmp_path: Path, model: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    known = Tokenizer(models.WordPiece(vocab={"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    known.pre_tokenizer = pre_tokenizers.Whitespace()
+    known.save(str(folder / "tokenizer.json"))
+    said = "of the tokens of the first records are [UNK], because the tokenizer lacks"
+    for text, is_said in (("a b", True), ("a a", False)):
+        (tmp_path / text).mkdir()
+        done = run([{"text": text}], tmp_path / text, folder, task="lm")[2]
+        assert (f"warning: 50% {said}" in done.stderr) == is_said
