@@ -28,7 +28,6 @@ from tokenfeed.tools.corpus.records import (
     checker,
     listed,
     shown_names,
-    taken,
 )
 
 _PATH = re.compile(r"([^.\[\]{}]+)((?:\.[^.\[\]{}]+|\[-?[0-9]{1,9}\])*)")
@@ -190,22 +189,19 @@ def _computed(
     for place, values in enumerate(zip(*map(listed, columns.values()), strict=True)):
         row = dict(zip(columns, values, strict=True))
         try:
-            found = [_checked(name, formulas[name], check, row) for name, check in checks.items()]
+            row_values = [
+                _checked(name, formulas[name], check, row) for name, check in checks.items()
+            ]
         except Unusable as reason:
             rejects.append(Reject(int(records.numbers[place]), f"field {reason}"))
             continue
         kept.append(place)
-        for column, value in zip(made.values(), found, strict=True):
+        for column, value in zip(made.values(), row_values, strict=True):
             column.append(value)
-    return replace(
-        records,
-        numbers=records.numbers[kept],
-        fields={
-            name: made[name] if name in made else taken(columns[name], np.array(kept, np.int64))
-            for name in fields
-        },
-        rejects=[*records.rejects, *rejects],
-    )
+    left = records.take(np.array(kept, np.int64))
+    all_fields = left.fields | made
+    rejects = [*records.rejects, *rejects]
+    return replace(left, fields={name: all_fields[name] for name in fields}, rejects=rejects)
 
 
 def _checked(name: str, formula: _Formula, check: Callable[[Any], Any], row: dict[str, Any]) -> Any:

@@ -9,7 +9,7 @@ member of `FieldKind` and a line of `_SCALARS` or `_ITEMS`.
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from itertools import chain
@@ -270,19 +270,42 @@ def joined(columns: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Consecutive records of one input file."""
+    """Consecutive records of an input file, or of several files, to be encoded together."""
 
     numbers: np.ndarray
     """The number of each record in its file, from 0, shape (R,), uint64."""
-    fields: dict[str, Any]
+    fields: dict[Any, Any]
     """The R values of each field: a list, or `Ragged` for ids."""
     rejects: list[Reject] = field(default_factory=list)
     """Rejected records between these records."""
     weight_bytes: float = 0
     """The share of the file's weight, for progress."""
+    sources: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint32))
+    """The input file of each record, shape (R,), uint32. Readers leave it empty."""
+    split: str | None = None
+    """The split of all records. None: a hash chooses the split of each record."""
 
     def __len__(self) -> int:
         return len(self.numbers)
+
+    def take(self, kept: np.ndarray) -> "Records":
+        """Return the records with the given indexes, shape (K,)."""
+        fields = {name: taken(column, kept) for name, column in self.fields.items()}
+        sources = self.sources[kept] if len(self.sources) else self.sources
+        return replace(self, numbers=self.numbers[kept], fields=fields, sources=sources)
+
+    @staticmethod
+    def joined(parts: "list[Records]") -> "Records":
+        """Return the records of several parts with the same fields and split."""
+        if len(parts) == 1:
+            return parts[0]
+        return replace(
+            parts[0],
+            numbers=np.concatenate([part.numbers for part in parts]),
+            fields={n: joined([part.fields[n] for part in parts]) for n in parts[0].fields},
+            weight_bytes=sum(part.weight_bytes for part in parts),
+            sources=np.concatenate([part.sources for part in parts]),
+        )
 
 
 def records_of(

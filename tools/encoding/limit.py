@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import xxhash
 
+from tokenfeed.tools.corpus.records import Records
 from tokenfeed.tools.corpus.units import Unit, UnverifiedError
 from tokenfeed.tools.encoding.engines import Engine, ReferenceEngine, Unencodable, load_engine
-from tokenfeed.tools.encoding.record_blocks import Ledger, RecordBlock, read_record_blocks
+from tokenfeed.tools.encoding.record_blocks import Ledger, read_record_blocks
 from tokenfeed.tools.encoding.tasks.base import TaskEncoder
 
 if TYPE_CHECKING:
@@ -54,12 +55,12 @@ def until(marks: Marks, last: Mark) -> np.ndarray:
     return found
 
 
-def marks_of(block: RecordBlock, hashes: np.ndarray) -> Marks:
+def marks_of(block: Records, hashes: np.ndarray) -> Marks:
     """Return the marks of the records of a block."""
-    return np.stack([hashes, block.sources.astype(np.uint64), block.records.astype(np.uint64)])
+    return np.stack([hashes, block.sources.astype(np.uint64), block.numbers.astype(np.uint64)])
 
 
-def may_train(block: RecordBlock, hashes: np.ndarray, validation: float) -> np.ndarray:
+def may_train(block: Records, hashes: np.ndarray, validation: float) -> np.ndarray:
     """Return which records of a block belong to the split train, shape (R,), bool."""
     if block.split is not None:
         return np.full(len(block), block.split == TRAIN)
@@ -108,7 +109,7 @@ class FindLeast:
         blocks = read_record_blocks(unit, task, Ledger(unit, None), in_one_pass=in_one_pass)
         for block in blocks:
             on_progress(block.weight_bytes, 0, "")
-            hashes = hashes_of(task.texts(block.values))
+            hashes = hashes_of(task.texts(block.fields))
             marks = marks_of(block, hashes)
             is_wanted = may_train(block, hashes, self.settings.validation)
             if found.shape[1] == self.most:
@@ -121,10 +122,10 @@ class FindLeast:
             found = _least([found, marks[:, places]], self.most)
         return found
 
-    def _usable(self, block: RecordBlock, task: TaskEncoder, engine: Engine) -> np.ndarray:
+    def _usable(self, block: Records, task: TaskEncoder, engine: Engine) -> np.ndarray:
         """Return which records have tokens and can be written, shape (R,), bool."""
         try:
-            return task.encode(block.values, engine.encode, self.settings.template).has_text
+            return task.encode(block.fields, engine.encode, self.settings.template).has_text
         except Unencodable:
             if len(block) == 1:
                 return np.zeros(1, bool)

@@ -8,7 +8,7 @@ import contextlib
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -24,11 +24,11 @@ from tokenfeed.pipeline.format.manifest import (
 )
 from tokenfeed.pipeline.format.storage import atomic_file
 from tokenfeed.tools.corpus.formats.registry import FORMATS
-from tokenfeed.tools.corpus.records import joined, taken
+from tokenfeed.tools.corpus.records import Records
 from tokenfeed.tools.corpus.units import Unit, fetched_ahead, read_records, with_remedy
 from tokenfeed.tools.encoding.audit import Answers
 from tokenfeed.tools.encoding.engines import EngineName, ReferenceEngine
-from tokenfeed.tools.encoding.tasks.base import TaskEncoder, Values
+from tokenfeed.tools.encoding.tasks.base import TaskEncoder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,6 +141,12 @@ class Ledger:
         if self._max_rejects is not None and self._rejected.total() > self._max_rejects:
             raise too_many_rejects(file.name, record, reason, self._max_rejects)
 
+    def usable(self, block: Records, unusable: dict[int, str]) -> Records:
+        """Count records as rejected, by index. Return the other records."""
+        for index, reason in unusable.items():
+            self.reject(int(block.sources[index]), int(block.numbers[index]), reason)
+        return block.take(np.setdiff1d(np.arange(len(block)), [*unusable])) if unusable else block
+
     def write_rejects(self) -> None:
         """Add the rejects since the last call to the file, in the order of the input."""
         if not self._waiting:
@@ -217,44 +223,15 @@ _BATCH_BYTES = 1 << 21
 _BATCH_RECORDS = 1 << 14
 
 
-@dataclass(frozen=True, slots=True)
-class RecordBlock:
-    """Records that are encoded together."""
-
-    values: Values
-    sources: np.ndarray
-    """The source of each record, shape (R,), uint32."""
-    records: np.ndarray
-    """The number of each record in its source, shape (R,), uint64."""
-    split: str | None
-    """The split of all records. None: a hash chooses the split of each record."""
-    weight_bytes: float
-
-    def __len__(self) -> int:
-        return len(self.records)
-
-    def take(self, kept: np.ndarray) -> "RecordBlock":
-        """Return the records with the given indexes."""
-        values = {own: taken(column, kept) for own, column in self.values.items()}
-        return RecordBlock(
-            values, self.sources[kept], self.records[kept], self.split, self.weight_bytes
-        )
-
-    def without(self, unusable: dict[int, str], ledger: Ledger) -> "RecordBlock":
-        """Enter records into `ledger` as rejects, by index. Return the other records."""
-        for index, reason in unusable.items():
-            ledger.reject(int(self.sources[index]), int(self.records[index]), reason)
-        return self.take(np.setdiff1d(np.arange(len(self)), [*unusable])) if unusable else self
-
-
 def read_record_blocks(
     unit: Unit, task: TaskEncoder, ledger: Ledger, *, in_one_pass: bool = False
-) -> Iterator[RecordBlock]:
-    """Yield the usable records of a unit in order. Enter the other records into `ledger`.
+) -> Iterator[Records]:
+    """Yield the usable records of a unit in order, with the task's names of their fields. Enter the
+    other records into `ledger`.
 
     See `read_records` for `in_one_pass` and the errors.
     """
-    pending: list[RecordBlock] = []
+    pending: list[Records] = []
     weight_bytes, num_records = 0.0, 0
     for part in fetched_ahead(unit.parts):
         source, split = part.source.index, part.source.split
@@ -262,26 +239,14 @@ def read_record_blocks(
             for reject in records.rejects:
                 ledger.reject(source, *reject)
             values, sources = task.values_of(records), np.full(len(records), source, np.uint32)
-            block = RecordBlock(values, sources, records.numbers, split, records.weight_bytes)
+            block = replace(records, fields=values, sources=sources, split=split)
             if not task.checks_in_encode:
-                block = block.without(task.unusable(values), ledger)
+                block = ledger.usable(block, task.unusable(values))
             pending.append(block)
             weight_bytes += records.weight_bytes
             num_records += len(block)
             if weight_bytes >= _BATCH_BYTES or num_records >= _BATCH_RECORDS:
-                yield _joined(pending)
+                yield Records.joined(pending)
                 pending, weight_bytes, num_records = [], 0.0, 0
     if pending:
-        yield _joined(pending)
-
-
-def _joined(blocks: list[RecordBlock]) -> RecordBlock:
-    if len(blocks) == 1:
-        return blocks[0]
-    return RecordBlock(
-        {own: joined([block.values[own] for block in blocks]) for own in blocks[0].values},
-        np.concatenate([block.sources for block in blocks]),
-        np.concatenate([block.records for block in blocks]),
-        blocks[0].split,
-        sum(block.weight_bytes for block in blocks),
-    )
+        yield Records.joined(pending)

@@ -19,6 +19,7 @@ from tokenfeed.pipeline.format.schema import ORIGIN_FILE, ORIGIN_RECORD, Rows
 from tokenfeed.pipeline.format.shard_writer import ShardWriter
 from tokenfeed.pipeline.format.store import Place
 from tokenfeed.pipeline.remote.retrying import results_of
+from tokenfeed.tools.corpus.records import Records
 from tokenfeed.tools.corpus.units import Unit, UnverifiedError
 from tokenfeed.tools.encoding.audit import Answers, Questions, answers_without_routed, beginning
 from tokenfeed.tools.encoding.engines import (
@@ -40,7 +41,6 @@ from tokenfeed.tools.encoding.limit import (
 )
 from tokenfeed.tools.encoding.record_blocks import (
     Ledger,
-    RecordBlock,
     UnitResult,
     read_record_blocks,
 )
@@ -143,10 +143,10 @@ class UnitEncoder:
             blocks = read_record_blocks(unit, settings.task, ledger, in_one_pass=in_one_pass)
             for number, block in enumerate(blocks):
                 if unit.number == number == 0:
-                    self._task.check_first(block.values)
+                    self._task.check_first(block.fields)
                 if len(block):
                     name = ledger.sources[int(block.sources[-1])].name
-                    self._at = f"record {block.records[-1]} of {name}"
+                    self._at = f"record {block.numbers[-1]} of {name}"
                 for split, rows in self._encode_block(block, ledger).items():
                     if split not in writers:
                         writers[split] = stack.enter_context(self._writer(folder, split, unit))
@@ -180,10 +180,10 @@ class UnitEncoder:
             is_shared=True,
         )
 
-    def _encode_block(self, block: RecordBlock, ledger: Ledger) -> dict[str, Rows]:
+    def _encode_block(self, block: Records, ledger: Ledger) -> dict[str, Rows]:
         """Tokenize a block, and return its rows by split. Splits without rows are left out."""
         settings = self._settings
-        texts = settings.task.texts(block.values)
+        texts = settings.task.texts(block.fields)
         hashes = hashes_of(texts)
         if settings.last is not None:
             is_left_out = may_train(block, hashes, settings.validation)
@@ -196,12 +196,12 @@ class UnitEncoder:
             return {}
         try:
             encode = partial(self._encode, ledger)
-            samples = self._task.encode(block.values, encode, settings.template)
+            samples = self._task.encode(block.fields, encode, settings.template)
         except Unencodable:
-            return self._encode_block(block.without(self._unencodable(block), ledger), ledger)
+            return self._encode_block(ledger.usable(block, self._unencodable(block)), ledger)
         num_bytes = np.fromiter(map(len, texts), np.int64, len(texts))
         for index, reason in samples.unusable.items():
-            ledger.reject(int(block.sources[index]), int(block.records[index]), reason)
+            ledger.reject(int(block.sources[index]), int(block.numbers[index]), reason)
         usable = np.setdiff1d(np.arange(len(block)), [*samples.unusable])
         ledger.count(block.sources[usable], num_bytes[usable], samples.has_text[usable])
         for name, counts in samples.counts.items():
@@ -224,18 +224,18 @@ class UnitEncoder:
             ledger.routed += self._engine.num_routed
         return made
 
-    def _unencodable(self, block: RecordBlock) -> dict[int, str]:
+    def _unencodable(self, block: Records) -> dict[int, str]:
         """Return the records that the tokenizer cannot encode, and why."""
         reasons = {}
         for index in range(len(block)):
-            values = block.take(np.array([index])).values
+            values = block.take(np.array([index])).fields
             try:
                 self._task.encode(values, self._engine.encode, self._settings.template)
             except Unencodable as error:
                 reasons[index] = str(error)
         return reasons
 
-    def _sampled(self, sample: RecordBlock) -> Answers:
+    def _sampled(self, sample: Records) -> Answers:
         """Return the fast engine's ids for the texts of a sample. Long texts are cut."""
         answers: Answers = {}
 
@@ -244,7 +244,7 @@ class UnitEncoder:
             return self._engine.encode(given)
 
         if len(sample):
-            self._task.encode(sample.values, noting, self._settings.template)
+            self._task.encode(sample.fields, noting, self._settings.template)
         return answers
 
 
@@ -260,7 +260,7 @@ def _shard_name(split: str, unit: Unit) -> str:
     return f"{split}/{unit.number:05d}.arrow"
 
 
-def _rows(samples: Samples, block: RecordBlock, chosen: np.ndarray) -> Rows:
+def _rows(samples: Samples, block: Records, chosen: np.ndarray) -> Rows:
     """Return the chosen rows of a block, with their origin."""
     rows = np.flatnonzero(chosen)
     per_token = samples.per_token
@@ -273,7 +273,7 @@ def _rows(samples: Samples, block: RecordBlock, chosen: np.ndarray) -> Rows:
         {
             **{name: values[rows] for name, values in samples.per_row.items()},
             ORIGIN_FILE: block.sources[rows],
-            ORIGIN_RECORD: block.records[rows],
+            ORIGIN_RECORD: block.numbers[rows],
         },
     )
 

@@ -30,7 +30,6 @@ from tokenfeed.tools.corpus.records import (
     lacks,
     records_of,
     rejected,
-    taken,
     too_long,
 )
 
@@ -101,12 +100,7 @@ def without_long(records: Records, fields: Fields, most_bytes: int) -> Records:
     if not long:
         return records
     kept = np.setdiff1d(np.arange(len(records)), [*long])
-    return replace(
-        records,
-        numbers=records.numbers[kept],
-        fields={name: taken(values, kept) for name, values in records.fields.items()},
-        rejects=[*records.rejects, *long.values()],
-    )
+    return replace(records.take(kept), rejects=[*records.rejects, *long.values()])
 
 
 def _text_bytes(value: Any) -> int:
