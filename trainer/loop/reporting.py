@@ -5,6 +5,7 @@ import logging
 import time
 
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.text import count_of
 from tokenfeed.trainer.checkpoints.checkpoint_files import Figures
 from tokenfeed.trainer.loop.evaluation import Evaluator
 from tokenfeed.trainer.loop.profile import trace_of
@@ -136,16 +137,23 @@ class Reporter:
             versions=versions(),
         )
 
-    def check_targets(self) -> None:
-        """Raise if no step of the run had a target: neither a loss nor a skip is known.
+    def check_learnt(self) -> None:
+        """Raise if no step of the run had a target, or if all steps of a finished run were skipped.
 
         Raises:
             ConfigError: The run has learnt nothing.
         """
-        run = self._run
+        run, none = self._run, "so the model has learnt nothing."
         lines = [line for line in run.metrics.read() if "learning_rate" in line]  # type: ignore[union-attr]
         if lines and not any("loss" in line or "skipped_steps" in line for line in lines):
             raise ConfigError(
-                f"{run.config.run_dir}: no step of the training had a target, so the model has "
-                f"learnt nothing. {NO_TARGET}"
+                f"{run.config.run_dir}: no step of the training had a target, {none} {NO_TARGET}"
+            )
+        skipped = sum(line.get("skipped_steps", 0) for line in lines)
+        if skipped and self.is_finished and skipped == run.step:
+            fp16 = ", take more --steps or --precision fp32," * run.learner.precision.is_scaled
+            raise ConfigError(
+                f"{run.config.run_dir}: loss or gradients of all {count_of(skipped, 'step')} are "
+                f"not finite, {none} Lower --learning-rate{fp16} or look at the rows of a step that "
+                "bad-step.jsonl lists."
             )

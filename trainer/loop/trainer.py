@@ -170,7 +170,7 @@ class Trainer(Run):
         if self.config.upload:
             self.world.run_slow(self.uploads.finish if self.uploads else lambda: None)
         if self.world.is_main:
-            self.reporter.check_targets()
+            self.reporter.check_learnt()
         return report
 
     def _final_metrics(self) -> dict[str, Metrics]:

@@ -351,6 +351,14 @@ def test_a_run_without_targets_ends_with_an_error_and_no_export(
         run(dataclasses.replace(config, resume=True))
 
 
+def test_a_run_whose_steps_are_all_skipped_ends_with_an_error(
+    counting: Path, tmp_path: Path
+) -> None:
+    model = "support.training:overflowing_for_ever"
+    with pytest.raises(ConfigError, match="gradients of all 4 steps are not finite, so the model"):
+        run(make_config(counting, tmp_path, model=model, steps=4))
+
+
 def test_run_warns_of_a_validation_split_that_says_little(
     tmp_path: Path, write_dataset: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
