@@ -35,7 +35,8 @@ from torch import Tensor
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, atomic_folder, file_xxh3
-from tokenfeed.trainer.config.run_config import CHECKPOINTS_FOLDER, TrainConfig
+from tokenfeed.trainer.config.run_config import CHECKPOINTS_FOLDER, TrainConfig, alpha_of
+from tokenfeed.trainer.config.values import flag_of
 from tokenfeed.trainer.distributed.world import State, World, is_sharded_tensor
 
 _log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ DAMAGE = (
     zstandard.ZstdError,
 )
 """Errors that reading a damaged checkpoint may raise."""
-_KEPT = ("model", "optimizer")
+_KEPT = ("model", "optimizer", "lora", "lora_alpha")
 """Settings that a resumed run cannot change."""
 
 
@@ -126,12 +127,18 @@ class CheckpointMeta:
                 "already. Raise it to go on."
             )
         for name in _KEPT:
-            saved, wanted = self.config.get(name), getattr(config, name)
+            saved, wanted = (_in_effect(each, name) for each in (self.config, config.as_dict()))
             if saved != wanted:
                 raise ResumeError(
-                    f"cannot resume: the checkpoint has --{name} {saved}, this run has {wanted}. "
+                    f"cannot resume: the checkpoint has {flag_of(name)} {saved}, this run has "
+                    f"{wanted}. "
                     "Use the same, or start a new run in another --run-dir."
                 )
+
+
+def _in_effect(config: Mapping[str, Any], name: str) -> Any:
+    value = config.get(name)
+    return alpha_of(config.get("lora"), value) if name == "lora_alpha" else value
 
 
 Value = TypeVar("Value")

@@ -439,6 +439,15 @@ Settle = Callable[[TrainConfig, int, int], TrainConfig]
 """Returns the settings of a run with another size of the step and of its micro-batches."""
 
 
+def alpha_of(lora: int | None, lora_alpha: int | None) -> int | None:
+    """Return the LoRA alpha of --lora and --lora-alpha; None without adapters.
+
+    By default, adapters count twice, whatever their rank is: so it changes what they can learn, not
+    how fast.
+    """
+    return lora_alpha or (lora and 2 * lora)
+
+
 def phase_folders(run_dir: Path) -> list[Path]:
     """Return the folder of each phase of a run, in order, from its config.yaml. Empty for a run
     without phases."""

@@ -25,7 +25,7 @@ from tokenfeed.trainer.checkpoints.checkpoint_files import (
     reading,
     unshared,
 )
-from tokenfeed.trainer.config.run_config import CONFIG_FILE, TrainConfig, phase_folders
+from tokenfeed.trainer.config.run_config import CONFIG_FILE, TrainConfig, alpha_of, phase_folders
 from tokenfeed.trainer.data.datasets import read_manifest, shown
 from tokenfeed.trainer.data.micro_batch import Head
 from tokenfeed.trainer.distributed.world import State
@@ -92,8 +92,8 @@ def _check_tokenizer(folder: Path, theirs: str, config: TrainConfig) -> None:
 
 def _adapters_of(config: TrainConfig) -> tuple[int | None, int | None, str]:
     """Return what adapters must have in common to go on."""
-    rank = config.lora
-    return rank, config.lora_alpha or (rank and 2 * rank), config.lora_target.replace(" ", "")
+    alpha = alpha_of(config.lora, config.lora_alpha)
+    return config.lora, alpha, config.lora_target.replace(" ", "")
 
 
 def _check_base(folder: Path, checkpoint: Checkpoint, config: TrainConfig) -> None:

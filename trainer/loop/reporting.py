@@ -154,6 +154,6 @@ class Reporter:
             fp16 = ", take more --steps or --precision fp32," * run.learner.precision.is_scaled
             raise ConfigError(
                 f"{run.config.run_dir}: loss or gradients of all {count_of(skipped, 'step')} are "
-                f"not finite, {none} Lower --learning-rate{fp16} or look at the rows of a step that "
+                f"not finite, {none} Lower --learning-rate{fp16} or look at the rows that "
                 "bad-step.jsonl lists."
             )

@@ -28,7 +28,7 @@ from transformers.utils.hub import cached_file
 
 from tokenfeed.pipeline.arithmetic import ceil_div, round_up
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
-from tokenfeed.trainer.config.run_config import ALL_LINEAR, BY_NUMBERS, TrainConfig
+from tokenfeed.trainer.config.run_config import ALL_LINEAR, BY_NUMBERS, TrainConfig, alpha_of
 from tokenfeed.trainer.data.attention import Reach, Scope, product_dtype
 from tokenfeed.trainer.data.datasets import first_of, open_tokenizer, shown
 from tokenfeed.trainer.data.micro_batch import Head, MicroBatch
@@ -51,8 +51,6 @@ _PURPOSES = {
     "token": "TokenClassification",
 }
 """The class of `transformers` for a kind of head."""
-_ALPHA_PER_RANK = 2
-"""Adapters count twice, whatever their rank is: so it changes what they can learn, not how fast."""
 _TASK_TYPES = {"vocabulary": None, "token": "TOKEN_CLS", "row": "SEQ_CLS"}
 _HEADS = ("score", "classifier", "head", "pooler")
 """Modules of heads of classes and tags, and of what stands before them: trained whole."""
@@ -413,7 +411,7 @@ def add_adapters(model: HubModel, head: Head, config: TrainConfig) -> None:
     target, added = config.lora_target, model.added_rows
     settings = peft.LoraConfig(
         r=config.lora,
-        lora_alpha=config.lora_alpha or _ALPHA_PER_RANK * config.lora,
+        lora_alpha=alpha_of(config.lora, config.lora_alpha),
         lora_dropout=config.dropout or 0.0,
         trainable_token_indices=added or None,
         target_modules=target if target == ALL_LINEAR else target.replace(" ", "").split(","),
