@@ -429,6 +429,13 @@ class _InputSearch:
         if about:
             names = ", ".join(os.path.basename(source.name) for source in about)
             logger.info("%s: %s left out, because it describes the data set", root, names)
+        texts = [each for each in found if each.format == FALLBACK.name and each not in about]
+        if tables and texts:
+            shown = ", ".join(os.path.basename(each.name) for each in texts[:_SHOWN])
+            logger.info(
+                "%s: reads %s beside records as text (%s%s). --exclude leaves out files",
+                *(root, count_of(len(texts), "file"), shown, ", ..." * (len(texts) > _SHOWN)),
+            )
         splits = {} if self._splits else _named_splits(tables, root)
         for name in sorted({*splits.values()}):
             count = count_of([*splits.values()].count(name), "file")

@@ -98,4 +98,4 @@ def _open(place: Location) -> Iterator[_ArrowTable]:
         yield _ArrowTable(path)
 
 
-ARROW = table_format("arrow", (".arrow", ".feather"), _open)
+ARROW = table_format("arrow", (".arrow", ".feather"), _open, magic=b"ARROW1")

@@ -145,4 +145,6 @@ def _open(place: Location) -> Iterator[_ParquetTable]:
         yield _ParquetTable(file, place.info.size, source)
 
 
-PARQUET = table_format("parquet", (".parquet",), _open, cut_at_once=32, text_ratio=4)
+PARQUET = table_format(
+    "parquet", (".parquet", ".pq", ".parq"), _open, magic=b"PAR1", cut_at_once=32, text_ratio=4
+)

@@ -247,6 +247,8 @@ def _by_content(
     for num_bytes in (_SNIFFED_BYTES, _LONGEST_SNIFFED_BYTES):
         beginning = beginning_of(path, compression, num_bytes, encoding)
         for format_ in FORMATS.values():
+            if compression and not format_.is_compressible:
+                continue
             if format_.begins and format_.begins(beginning, field):
                 return format_
         if len(beginning) < num_bytes:

@@ -139,8 +139,10 @@ def cut_table(source: InputFile, shard_bytes: int, *, open_table: OpenTable) -> 
         start, first_record, num_rows = stop, first_record + num_rows, 0
 
 
-def table_format(name: str, endings: tuple[str, ...], open_table: OpenTable, **more: Any) -> Format:
-    """Return a format whose files contain tables. `open_table` opens a file."""
+def table_format(
+    name: str, endings: tuple[str, ...], open_table: OpenTable, magic: bytes, **more: Any
+) -> Format:
+    """Return a format whose files contain tables and begin with `magic`. `open_table` opens one."""
 
     def schema(place: Location) -> pa.Schema:
         with open_table(place) as table:
@@ -151,6 +153,7 @@ def table_format(name: str, endings: tuple[str, ...], open_table: OpenTable, **m
         endings=endings,
         read=partial(read_table, open_table=open_table),
         cut=partial(cut_table, open_table=open_table),
+        begins=lambda start, field: start.startswith(magic),
         schema=schema,
         **more,
     )

@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,21 @@ def test_records_without_an_ending_are_records(tmp_path: Path, tokenizer: Path) 
     assert [source.format for source in sources] == ["jsonl", "jsonl", "jsonl", "text"]
     make(tmp_path / "set", tmp_path / "out", tokenizer, validation=0.0)
     assert Manifest.read(tmp_path / "out").splits["train"].rows == 7
+
+
+def test_tables_with_other_names_are_tables_and_texts_beside_them_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, "a.parquet")
+    for name in ("b.pq", "c.parq", "part-0"):
+        shutil.copy(tmp_path / "a.parquet", tmp_path / name)
+    (tmp_path / "LICENSE").write_text("MIT")
+    with caplog.at_level("INFO"):
+        sources = corpus_of(tmp_path).sources
+    assert [source.format for source in sources] == ["text", *["parquet"] * 4]
+    assert "reads 1 file beside records as text (LICENSE)" in caplog.text
+    given = find_corpus((f"{tmp_path}/part-0",), out=None, field="text").sources
+    assert [source.format for source in given] == ["parquet"]
 
 
 def test_pointers_of_git_lfs_are_never_text(tmp_path: Path, tokenizer: Path) -> None:
