@@ -10,13 +10,15 @@ seconds, and short traces at regular times show the busy seconds:
     idle        = sum of work - busy, over the steps in which the host may have been late
 
 Traces are a sample of a speed that changes. Between two traces the speed may have changed at any
-moment, so half of the interval is
+moment. A piece is the time between two traces, and its change is the change of the ratio times the
+shape of its steps. Half of the interval is
 
-    sqrt(sum over pieces of (change of the ratio * shape of the steps in between)^2)
+    sqrt((0.3 + 1.2 / pieces) * sum of squared changes + turns)
 
-A piece is the time between two traces. More errors are added as squares: 1.6 standard deviations of
-the steps within a trace and of left-out steps, 0.3 % of busy for traced durations with 0.1 us per
-kernel for the measured pause between kernels, unusual steps, and 5 % of busy for the time long
+The turns are products of successive changes with opposite signs: a speed that comes and goes is
+seen less well than one that changes once. More errors are added as squares: 1.8 standard deviations
+of the steps within a trace and of left-out steps, 0.3 % of busy for traced durations with 0.1 us
+per kernel for the measured pause between kernels, unusual steps, and 5 % of busy for the time long
 after the last trace.
 
 A step is proven ahead if the device had not reached its start when its end was queued: then the
@@ -53,7 +55,10 @@ _REACH = 12
 """Number of neighbours on each side of a step that show what is usual there."""
 _STAND_INS = 16
 """Number of neighbours on each side that stand for a step that is left out."""
-_DEVIATIONS = 1.6
+_ONCE, _FEW_PIECES = 0.3, 1.2
+"""Shares of the squared changes that count if the speed changes once: of any number of pieces, and
+more of few."""
+_DEVIATIONS = 1.8
 """Standard deviations of what is sampled that are half of an interval."""
 _LONE = 0.05
 """Share by which busy seconds may be wrong long after the last trace."""
@@ -121,7 +126,6 @@ class Accounts:
 
     Args:
         mark_seconds: Host seconds that a mark takes.
-        factor: Scales the part of the interval that comes from changes between traces.
 
     Example:
         A run of 100 steps of 10 ms has two traces, in which a step is busy for 7 ms and then for
@@ -129,8 +133,8 @@ class Accounts:
         100 steps * 1 ms = 100 ms.
     """
 
-    def __init__(self, mark_seconds: float = 13e-6, factor: float = 1.0) -> None:
-        self._mark_seconds, self._factor = mark_seconds, factor
+    def __init__(self, mark_seconds: float = 13e-6) -> None:
+        self._mark_seconds = mark_seconds
         self.slower = 0.0
         """Share by which steps were slower after the first trace; it widens the interval."""
         self._recent: list[Step] = []
@@ -348,7 +352,7 @@ class Accounts:
         """Return half of the interval that comes from changes between traces, in seconds.
 
         A change by d at an unknown moment of a piece is an error of d / sqrt(12) of the piece. A
-        speed that comes and goes errs by d / sqrt(2). The factor is twice a value between the two.
+        speed that comes and goes, and noise, err by d / sqrt(2), and turn back in the next piece.
         """
         pieces = shape[1:-1].copy()
         # Nothing is known of a speed long after the last trace.
@@ -356,8 +360,11 @@ class Accounts:
         if len(pieces):
             pieces[0] += shape[0]
             pieces[-1] += shape[-1]
-        changes = self._factor * float(np.linalg.norm(np.diff(ratios) * pieces))
-        return _length(changes, _LONE * float(ratios[-1]) * max(0.0, unseen))
+        changes, count = np.diff(ratios) * pieces, max(1, len(pieces))
+        squares = float(changes @ changes)
+        turns = max(0.0, -float(changes[1:] @ changes[:-1])) * count / max(1, count - 1)
+        half = min(squares, (_ONCE + _FEW_PIECES / count) * squares + turns) ** 0.5
+        return _length(half, _LONE * float(ratios[-1]) * max(0.0, unseen))
 
     def _extra_work(
         self, extra: Array, shape: Array, ratios: Array, guess: float
