@@ -9,6 +9,7 @@ function of the text and a seed, so neither the workers nor a resumed run change
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -32,21 +33,6 @@ _TOKENS = (
 """Usual names of the tokens before prefix, suffix and middle. The last ones are DeepSeek's."""
 _ADDED_SPACES = ("\u2581", "\u0120")
 """The space that some tokenizers put before every text, as tokens show it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rearranged:
-    """The texts of some documents, and how their ids are put together again."""
-
-    texts: list[bytes]
-    """The parts of all documents."""
-    order: list[int]
-    """For all rows, one after the other: the number of a text, or -1, -2 or -3 for the token before
-    the prefix, the suffix or the middle."""
-    sizes: list[int]
-    """Entries of each row in `order`."""
-    is_cut: list[bool]
-    """Whether a row was cut in three."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,41 +72,38 @@ class FillInMiddle:
         prefix, suffix, middle = (vocabulary[name] for name in names)
         return replace(self, tokens=(prefix, suffix, middle))
 
-    def arranged(self, documents: list[bytes]) -> Rearranged:
-        """Cut some of the documents."""
-        made = Rearranged([], [], [], [])
+    def encode(
+        self, documents: list[bytes], encode: Callable[[list[bytes]], Ragged]
+    ) -> tuple[Ragged, np.ndarray, np.ndarray]:
+        """Cut some of R documents, and encode the parts.
+
+        Returns:
+            The ids of the rows, the number of ids of each row that encode text, and whether it was
+            cut; shape (R,).
+        """
+        texts: list[bytes] = []
+        order: list[int] = []  # numbers of texts, or -3, -2, -1: before prefix, suffix and middle
+        sizes: list[int] = []  # entries of each row in `order`
         for document in documents:
             chance = random.Random(xxhash.xxh3_64_intdigest(document, self.seed))
-            is_cut = chance.random() < self.rate and bool(document)
-            first = len(made.texts)
-            if is_cut:
+            first = len(texts)
+            if chance.random() < self.rate and document:
                 is_spm, text = chance.random() < self.spm_rate, document.decode()
                 start, stop = sorted(int(chance.random() * (len(text) + 1)) for _ in range(2))
                 prefix, middle, suffix = text[:start], text[start:stop], text[stop:]
                 parts = [suffix, prefix + middle] if is_spm else [prefix, suffix, middle]
-                made.texts.extend(map(str.encode, parts))
-                order = [-1, -2, first, -3, first + 1]
-                order = order if is_spm else [-1, first, -2, first + 1, -3, first + 2]
+                texts += map(str.encode, parts)
+                psm = [-3, first, -2, first + 1, -1, first + 2]
+                entries = [-3, -2, first, -1, first + 1] if is_spm else psm
             else:
-                made.texts.append(document)
-                order = [first]
-            made.order.extend(order)
-            made.sizes.append(len(order))
-            made.is_cut.append(is_cut)
-        return made
-
-    def joined(self, arranged: Rearranged, parts: Ragged) -> tuple[Ragged, np.ndarray]:
-        """Return the ids of the rows, and the number of ids of each row that encode text, shape
-        (R,)."""
-        tokens = np.array(self.tokens, parts.values.dtype)
-        pool = Ragged(
-            np.concatenate([parts.values, tokens]), np.append(parts.lengths, np.ones(3, np.int64))
-        )
-        numbers = np.array(arranged.order, np.int64)
-        numbers = np.where(numbers < 0, len(parts) - 1 - numbers, numbers)
-        taken, firsts = pool.take(numbers), offsets_of(np.array(arranged.sizes))[:-1]
-        if not len(firsts):
-            return taken, taken.lengths
-        lengths = np.add.reduceat(taken.lengths, firsts)
-        added = np.where(arranged.is_cut, len(tokens), 0)
-        return Ragged(taken.values, lengths), lengths - added
+                texts.append(document)
+                entries = [first]
+            order += entries
+            sizes.append(len(entries))
+        ids = encode(texts)
+        tokens = np.array(self.tokens, ids.values.dtype)
+        pool = Ragged(np.append(ids.values, tokens), np.append(ids.lengths, np.ones(3, np.int64)))
+        taken = pool.take(np.array(order, np.int64) % len(pool))
+        is_cut = np.array(sizes, np.int64) > 1
+        lengths = np.diff(offsets_of(taken.lengths)[offsets_of(np.array(sizes, np.int64))])
+        return Ragged(taken.values, lengths), lengths - len(tokens) * is_cut, is_cut

@@ -8,7 +8,6 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -110,7 +109,6 @@ class UnitEncoder:
         self._at = ""
         """The last record of the present block."""
         self._settings = settings
-        self._threshold = np.uint64(int(settings.validation * 2**64))
         self._on_progress = on_progress
         self._engine = engine or _load_engine(settings, settings.engine)
         self._task = settings.task.with_tokenizer(settings.output.read(TOKENIZER_FILE))
@@ -149,7 +147,10 @@ class UnitEncoder:
                     self._at = f"record {block.numbers[-1]} of {name}"
                 for split, rows in self._encode_block(block, ledger).items():
                     if split not in writers:
-                        writers[split] = stack.enter_context(self._writer(folder, split, unit))
+                        file = f"{split}/{unit.number:05d}.arrow"
+                        size, columns = settings.vocabulary_size, settings.task.columns
+                        writer = ShardWriter(folder, file, size, columns, is_shared=True)
+                        writers[split] = stack.enter_context(writer)
                     writers[split].append(rows)
                     ledger.count_lengths(split, rows.lengths)
                 ledger.write_rejects()
@@ -170,15 +171,6 @@ class UnitEncoder:
             return None
         assert isinstance(fast, FastEngine)
         return fast
-
-    def _writer(self, folder: Path, split: str, unit: Unit) -> ShardWriter:
-        return ShardWriter(
-            folder,
-            _shard_name(split, unit),
-            self._settings.vocabulary_size,
-            self._settings.task.columns,
-            is_shared=True,
-        )
 
     def _encode_block(self, block: Records, ledger: Ledger) -> dict[str, Rows]:
         """Tokenize a block, and return its rows by split. Splits without rows are left out."""
@@ -208,10 +200,13 @@ class UnitEncoder:
             ledger.counts[name] += int(counts[samples.has_text].sum())
         if self._fast:
             ledger.sample |= self._sampled(block.take(np.flatnonzero(hashes % _SAMPLED_PART == 0)))
-        chosen = {TRAIN if block.split is None else block.split: samples.has_text}
-        if block.split is None and self._threshold:
-            aside = hashes < self._threshold
-            chosen = {TRAIN: samples.has_text & ~aside, VALIDATION: samples.has_text & aside}
+        chosen = {block.split or TRAIN: samples.has_text}
+        if block.split is None:
+            is_train = may_train(block, hashes, settings.validation)
+            chosen = {
+                TRAIN: samples.has_text & is_train,
+                VALIDATION: samples.has_text & ~is_train,
+            }
         dealt = {split: _rows(samples, block, mask) for split, mask in chosen.items() if mask.any()}
         num_tokens = sum(len(rows.ids) for rows in dealt.values())
         self._on_progress(block.weight_bytes, num_tokens, self._at)
@@ -254,10 +249,6 @@ def _load_engine(settings: EncodeSettings, name: EngineName) -> Engine:
         return NoEngine()
     json_bytes, special = settings.output.read(TOKENIZER_FILE), settings.splits_special
     return load_engine(name, json_bytes, settings.vocabulary_size, splits_special=special)
-
-
-def _shard_name(split: str, unit: Unit) -> str:
-    return f"{split}/{unit.number:05d}.arrow"
 
 
 def _rows(samples: Samples, block: Records, chosen: np.ndarray) -> Rows:

@@ -38,7 +38,6 @@ class LmEncoder(TaskEncoder):
         if self.fim is None:
             ids = encode(values["text"])
             return Samples({INPUT_IDS: template.around(ids)}, {}, ids.lengths > 0)
-        arranged = self.fim.arranged(values["text"])
-        ids, own = self.fim.joined(arranged, encode(arranged.texts))
-        counts = {FIM_ROWS: np.array(arranged.is_cut, np.int64)}
+        ids, own, is_cut = self.fim.encode(values["text"], encode)
+        counts = {FIM_ROWS: is_cut.astype(np.int64)}
         return Samples({INPUT_IDS: template.around(ids)}, {}, own > 0, counts=counts)

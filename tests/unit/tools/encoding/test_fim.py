@@ -1,5 +1,6 @@
 """`--fim-rate`: documents are cut in three, and put together they are the documents again."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from support.data_sets import rows_in
 from tokenizers import Tokenizer, pre_tokenizers
 
 from tokenfeed import pretokenize
+from tokenfeed.pipeline.arithmetic import Ragged
 from tokenfeed.pipeline.errors import ConfigError, TokenizerError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools import shards
@@ -93,13 +95,22 @@ def test_rows_put_together_are_the_documents(
 def test_shares_of_documents_and_parts_are_those_asked_for() -> None:
     """On average, the three parts of a document have the same length."""
     documents = [b"ab" * 300 + b"%d" % number for number in range(1000)]
-    made = FillInMiddle(rate=0.5, spm_rate=0.25, seed=0).arranged(documents)
-    assert np.mean(made.is_cut) == pytest.approx(0.5, abs=0.05)
-    sizes = np.array(made.sizes)  # 1: whole, 5: SPM, 6: PSM
-    assert (sizes == 5).sum() / (sizes > 1).sum() == pytest.approx(0.25, abs=0.06)
-    whole = FillInMiddle(rate=1.0, spm_rate=0.0, seed=0).arranged(documents)
-    parts = np.array([*map(len, whole.texts)]).reshape(-1, 3)
+    settings = FillInMiddle(rate=0.5, spm_rate=0.25, seed=0, tokens=(256, 257, 258))
+    ids, own, is_cut = settings.encode(documents, letters)
+    assert is_cut.mean() == pytest.approx(0.5, abs=0.05)
+    assert own.tolist() == [*map(len, documents)]
+    is_spm = [row[:2].tolist() == [256, 257] for row in ids.rows()]
+    assert sum(is_spm) / is_cut.sum() == pytest.approx(0.25, abs=0.06)
+    whole, *_ = replace(settings, rate=1.0, spm_rate=0.0).encode(documents, letters)
+    places = np.flatnonzero(whole.values > 255).reshape(-1, 3)
+    parts = np.diff(np.column_stack([places, whole.offsets[1:]])) - [1, 1, 1]
     assert (parts / parts.sum(1, keepdims=True)).mean(0) == pytest.approx([1 / 3] * 3, abs=0.06)
+
+
+def letters(texts: list[bytes]) -> Ragged:
+    """Encode each byte as its number."""
+    values = np.frombuffer(b"".join(texts), np.uint8).astype(np.uint16)
+    return Ragged(values, np.array([*map(len, texts)]))
 
 
 def test_seed_and_rate_decide_the_rows(tokenizer: Path, tmp_path: Path) -> None:
