@@ -1,4 +1,4 @@
-"""Conversations: the messages of a record in the layout that templates read."""
+"""Conversations: the fields of a record become messages in the layout that templates read."""
 
 import json
 from dataclasses import dataclass, field, replace
@@ -35,6 +35,7 @@ _THINKING = ("reasoning_content", "thinking", "reasoning")
 """Names that records have for thinking. Templates read the first two."""
 KNOWN_KEYS = frozenset(("role", "content", "tool_calls", "tool_call_id", "weight", *_THINKING))
 """Keys of messages that are read, whatever the template names."""
+SURROGATE, TOO_DEEP = "has a lone surrogate: no UTF-8 can express it", "is nested too deeply"
 UNREAD_KEY = "unread_key "
 """Begins the count of a key of messages that is not read."""
 
@@ -55,6 +56,85 @@ class Conversation:
     def until(self, stop: int) -> "Conversation":
         """Return the conversation with its first messages only."""
         return replace(self, messages=self.messages[:stop])
+
+
+def conversation_of(record: dict[str, Any], names: dict[str, str], ending: str) -> Conversation:
+    """Return a record as a conversation.
+
+    Args:
+        record: The values of the record by field of `--task chat`: `messages`, or `prompt` and what
+            follows it, and perhaps `input`, `label`, `system`, `tools`, `template_arguments`.
+        names: The user's name of each field, for errors.
+        ending: The field with what follows the prompt.
+
+    Raises:
+        Unusable: Names the field and the message.
+    """
+    messages: list[Message] = []
+    prompt_is_text = False
+    for own, role in (("messages", None), ("prompt", "user"), (ending, "assistant")):
+        if own not in record:
+            continue
+        name, value = names[own], record[own]
+        is_text = isinstance(value, str)
+        if more_text := record.get("input") if own == "prompt" else None:
+            if not (is_text and isinstance(more_text, str)):
+                raise Unusable(f"field `{name}` or `{names['input']}` is not a text")
+            value = f"{value}\n{more_text}" if value else more_text
+        if role and is_text:
+            value = [{"role": role, "content": value}]
+        elif role and isinstance(value, dict):  # one message
+            value = [value]
+        elif role and not isinstance(value, list):
+            shown = type(value).__name__
+            raise Unusable(f"field `{name}` is {shown}, expected a text or a list of messages")
+        try:
+            more = read_messages(value)
+            if is_text and role == "assistant" and not messages:
+                raise Unusable("is a text without a prompt, expected a list of messages")
+            # What follows a prompt may be a whole conversation, which has the prompt.
+            is_whole = prompt_is_text and more[0]["role"] != "assistant"
+            if is_whole and not any(_asks(messages[0]["content"], each) for each in more):
+                raise Unusable("begins with another message, but none is the prompt")
+        except Unusable as reason:
+            raise Unusable(f"field `{name}` {reason}") from None
+        messages = more if is_whole or not messages else _continued(messages, more)
+        prompt_is_text = role == "user" and is_text
+    if truth(record.get("label")) is False:
+        raise Unusable(f"field `{names['label']}` is false: an answer that must not be learnt")
+    system = record.get("system")
+    if system is not None and not isinstance(system, str):
+        raise Unusable(f"field `{names['system']}` is {type(system).__name__}, expected a text")
+    if system and messages[0]["role"] not in ("system", "developer"):
+        messages = [{"role": "system", "content": system}, *messages]
+    tools = _parsed(record, "tools", names, list, "a list")
+    arguments = _parsed(record, "template_arguments", names, dict, "an object")
+    for tool in tools or ():
+        if not isinstance(tool, dict):  # transformers takes functions, too
+            name, kind = names["tools"], type(tool).__name__
+            raise Unusable(f"field `{name}` has a tool that is {kind}, expected an object")
+    return Conversation(messages, tools or None, arguments or {})
+
+
+def truth(value: Any) -> Any:
+    """Return true or false for a text of either, because CSV has only texts."""
+    text = value.strip().lower() if isinstance(value, str) else ""
+    return {"true": True, "false": False}.get(text, value)
+
+
+def _parsed(
+    record: dict[str, Any], own: str, names: dict[str, str], kind: type, expected: str
+) -> Any:
+    """Return a value that may be written as a text of JSON; None if it is empty."""
+    value = record.get(own)
+    try:
+        parsed = json.loads(value) if isinstance(value, str) and value.strip() else value or None
+    except (ValueError, RecursionError):
+        raise Unusable(f"field `{names[own]}` is a text that is not JSON") from None
+    if parsed is not None and not isinstance(parsed, kind):
+        shown = type(parsed).__name__
+        raise Unusable(f"field `{names[own]}` is {shown}, expected {expected}")
+    return parsed
 
 
 def read_messages(value: Any) -> list[Message]:
@@ -79,12 +159,12 @@ def _text(message: Message) -> str:
     return "".join(part["text"] for part in content) if isinstance(content, list) else content
 
 
-def asks(prompt: str, message: Message) -> bool:
+def _asks(prompt: str, message: Message) -> bool:
     """Return whether a message of the user has the text of a prompt."""
     return message["role"] == "user" and _text(message).strip() == prompt.strip()
 
 
-def continued(messages: list[Message], more: list[Message]) -> list[Message]:
+def _continued(messages: list[Message], more: list[Message]) -> list[Message]:
     """Return a conversation that begins with `messages` and continues with `more`.
 
     If `more` does not begin with the assistant, it may repeat all messages or the last of them. Or

@@ -1,10 +1,10 @@
 """Conversations: messages become ids and a kind for each token, by a chat template."""
 
-import functools
-import json
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, ClassVar, Self
@@ -19,12 +19,13 @@ from tokenfeed.pipeline.format.schema import INPUT_IDS, KINDS
 from tokenfeed.tools.corpus.records import FieldKind, Fields, Unusable
 from tokenfeed.tools.encoding.chat import ChatTemplate
 from tokenfeed.tools.encoding.chat_messages import (
+    SURROGATE,
+    TOO_DEEP,
     UNREAD_KEY,
     Conversation,
-    asks,
-    continued,
+    conversation_of,
     is_learnt,
-    read_messages,
+    truth,
 )
 from tokenfeed.tools.encoding.chat_renderer import UNLIKE_SPACE, Exhausted, bounded, to_json
 from tokenfeed.tools.encoding.chat_spans import COUNTS, KnownText, Rendered, TokensOfTexts
@@ -147,6 +148,11 @@ class ChatEncoder(TaskEncoder):
         """Return the task with the bytes of each token."""
         return replace(self, places=TokenPlaces(json_bytes))
 
+    def _records(self, values: Values) -> list[dict[str, Any]]:
+        """Return the values of each record, by the task's names of its fields."""
+        rows = zip(*(values[own] for own in self.names), strict=True)
+        return [dict(zip(self.names, row, strict=True)) for row in rows]
+
     def texts(self, values: Values) -> list[bytes]:
         """The records as JSON, without missing values; empty for a record that UTF-8 cannot
         express."""
@@ -156,14 +162,16 @@ class ChatEncoder(TaskEncoder):
     def unusable(self, values: Values) -> dict[int, str]:
         """Return records that are not a conversation."""
         reasons = {}
-        for row, text in enumerate(self.texts(values)):
+        for row, (text, record) in enumerate(
+            zip(self.texts(values), self._records(values), strict=True)
+        ):
             try:
                 for ending in self._endings:
-                    self._numbers(self._conversation(values, row, ending))
+                    self._numbers(conversation_of(record, self.names, ending))
             except Unusable as reason:
                 reasons[row] = str(reason)
             if not text:
-                reasons.setdefault(row, _SURROGATE)
+                reasons.setdefault(row, SURROGATE)
         return reasons
 
     def encode(self, values: Values, encode: Encode, template: Template) -> Samples:
@@ -187,101 +195,93 @@ class ChatEncoder(TaskEncoder):
             },
         )
 
+    @property
+    def _template(self) -> ChatTemplate:
+        assert self.chat_template, "the template is not known"
+        return self.chat_template
+
     def check_first(self, values: Values) -> None:
         """Compare the texts of the first records with those of `transformers`, if it is installed.
 
         Raises:
             TokenizerError: A text differs.
         """
-        assert self.chat_template
-        with bounded() as begin:
-            self._compare(values, begin)
-
-    def _compare(self, values: Values, begin: Callable[[], None]) -> None:
-        assert self.chat_template
-        for row in range(min(_COMPARED, len(next(iter(values.values()), [])))):
-            for ending in self._endings:
+        with bounded() as begin, suppress(Exhausted):
+            records = self._records(values)[:_COMPARED]
+            for record, ending in itertools.product(records, self._endings):
                 begin()
                 try:
-                    conversation = self._conversation(values, row, ending)
+                    conversation = conversation_of(record, self.names, ending)
                     self._check_special(conversation)
-                    self.chat_template.compare(self.chat_template.with_texts(conversation)[0])
+                    self._template.compare(self._template.with_texts(conversation)[0])
                 except Exhausted:
-                    return
+                    raise
                 except (Unusable, RecursionError):
                     pass
 
     def _rendered(
-        self, values: Values, ending: str, begin: Callable[[], None]
-    ) -> tuple[list[Rendered], list[dict[str, list[float]]], dict[int, str], dict[str, np.ndarray]]:
-        """Render R conversations, which end with the given field. An unusable one becomes an
-        empty text. Return the texts, the numbers of their messages, the reasons, and counts by
-        name.
+        self, record: dict[str, Any], ending: str, known: KnownText
+    ) -> tuple[Rendered, dict[str, list[float]], dict[str, int]]:
+        """Render a conversation, which ends with the given field. Return the numbers of its
+        messages by kept column, and what users should know of it by name, too.
+
+        Raises:
+            Unusable: It cannot be used.
+        """
+        conversation = conversation_of(record, self.names, ending)
+        self._check_special(conversation)
+        numbers = self._numbers(conversation) if self.keep else {}
+        conversation, num_joined = self._template.with_texts(conversation)
+        made = self._template.render(conversation, known)
+        is_proved = not made.counts[COUNTS.index("unproved")]
+        if not (is_proved or self.splits_special):
+            self._check_joined(conversation)
+        if numbers and not (is_proved and -1 not in made.owners):
+            raise Unusable("it is not certain which tokens belong to which message")
+        notes = _notes(self._template, conversation, made)
+        notes["joined_parts"] = num_joined
+        given, system = truth(record.get("label")), record.get("system")
+        notes["unread_labels"] = given is not None and not isinstance(given, bool)
+        is_other = conversation.messages[0].get("content") != system
+        notes["unread_systems"] = bool(system) and is_other
+        return made, numbers, notes
+
+    def _encoded(self, values: Values, encode: Encode, ending: str) -> Samples:
+        """Turn R records into R conversations, which end with the given field. An unusable one
+        becomes an empty text.
 
         Raises:
             TokenizerError: Too many renderings take too long.
         """
-        assert self.chat_template, "the template is not known"
-        rendered: list[Rendered] = []
-        numbers: list[dict[str, list[float]]] = []
-        num_rows = len(next(iter(values.values())))
-        of_rows = {"unread_arguments": np.zeros(num_rows, np.int64)}
+        assert self.places, "the tokenizer is not known"
+        records, known, exhausted = self._records(values), KnownText(), 0
+        rendered, numbers = [Rendered()] * len(records), [dict[str, list[float]]()] * len(records)
+        of_rows = {"unread_arguments": np.zeros(len(records), np.int64)}
         unusable: dict[int, str] = {}
-        reads = functools.cache(self.chat_template.reads)
-        known = KnownText()
-        exhausted = 0
-        for row in range(num_rows):
-            rendered.append(Rendered())
-            numbers.append({})
-            begin()
-            try:
-                conversation = self._conversation(values, row, ending)
-                self._check_special(conversation)
-                of_messages = self._numbers(conversation) if self.keep else {}
-                conversation, num_joined = self.chat_template.with_texts(conversation)
-                made = self.chat_template.render(conversation, known)
-                is_proved = not made.counts[COUNTS.index("unproved")]
-                if not (is_proved or self.splits_special):
-                    self._check_joined(conversation)
-                if of_messages and not (is_proved and -1 not in made.owners):
-                    raise Unusable("it is not certain which tokens belong to which message")
-                rendered[-1], numbers[-1] = made, of_messages
-                notes = _notes(self.chat_template, conversation, made)
-                notes["unread_arguments"] = sum(not reads(name) for name in conversation.arguments)
-                notes["joined_parts"] = num_joined
-                given = _truth(values["label"][row]) if "label" in values else None
-                notes["unread_labels"] = given is not None and not isinstance(given, bool)
-                system = values["system"][row] if "system" in values else None
-                is_other = conversation.messages[0].get("content") != system
-                notes["unread_systems"] = bool(system) and is_other
+        with bounded() as begin:
+            for row, record in enumerate(records):
+                begin()
+                try:
+                    rendered[row], numbers[row], notes = self._rendered(record, ending, known)
+                except (Unusable, RecursionError) as error:
+                    unusable[row] = str(error) if isinstance(error, Unusable) else TOO_DEEP
+                    exhausted += isinstance(error, Exhausted)
+                    if exhausted > _MOST_EXHAUSTED:
+                        raise TokenizerError(
+                            f"the chat template does not end in {exhausted} of {row + 1:,} "
+                            f"conversations, or writes too much. Use another one."
+                        ) from None
+                    continue
                 for name, number in notes.items():
                     if number and (name in of_rows or len(of_rows) < _MOST_NOTES):
-                        of_rows.setdefault(name, np.zeros(num_rows, np.int64))[row] = number
-            except Unusable as reason:
-                unusable[row] = str(reason)
-                exhausted += isinstance(reason, Exhausted)
-                if exhausted > _MOST_EXHAUSTED:
-                    raise TokenizerError(
-                        f"the chat template does not end in {exhausted} of {row + 1:,} "
-                        f"conversations, or writes too much. Use another one."
-                    ) from None
-            except RecursionError:
-                unusable[row] = "is nested too deeply"
-        return rendered, numbers, unusable, of_rows
-
-    def _encoded(self, values: Values, encode: Encode, ending: str) -> Samples:
-        """Turn R records into R conversations, which end with the given field."""
-        assert self.places, "the tokenizer is not known"
-        assert self.chat_template, "the template is not known"
-        with bounded() as begin:
-            rendered, numbers, unusable, of_rows = self._rendered(values, ending, begin)
+                        of_rows.setdefault(name, np.zeros(len(records), np.int64))[row] = number
         texts = [each.text.encode() for each in rendered]
         ids = encode(texts)
         tokens = TokensOfTexts(rendered, b"".join(texts), *self.places.starts(texts, ids))
         kinds, counts = tokens.kinds(ids.lengths)
         if not self.splits_special:
             added = self.places.added
-            names = (each for each in self.chat_template.special_tokens if each in added)
+            names = (each for each in self._template.special_tokens if each in added)
             special, unknown = {added[each]: each for each in names}, self.places.unknown
             found = tokens.overlapping(ids.values, special, unknown)
             for place, name in found.items():
@@ -290,14 +290,13 @@ class ChatEncoder(TaskEncoder):
         says = sum(counts[f"{kind.label}_tokens"] for kind in Kind if kind >= Kind.TEXT) > 0
         for row in np.flatnonzero(~says & (ids.lengths > 0)).tolist():
             unusable.setdefault(row, _SILENT)
-        counts |= of_rows
         has_text = ids.lengths > 0
         has_text[[*unusable]] = False
         per_token = {INPUT_IDS: ids, KINDS: Ragged(kinds, ids.lengths)}
         for column in self.keep:
             kept = tokens.numbers([each.get(column.name, []) for each in numbers])
             per_token[column.name] = Ragged(kept.astype(column.dtype), ids.lengths)
-        return Samples(per_token, {}, has_text, unusable, counts)
+        return Samples(per_token, {}, has_text, unusable, counts | of_rows)
 
     def _numbers(self, conversation: Conversation) -> dict[str, list[float]]:
         """Return the kept numbers of each message, by column. Only those of the assistant need one.
@@ -319,94 +318,18 @@ class ChatEncoder(TaskEncoder):
                 numbers.append(float(value))
         return found
 
-    def _conversation(self, values: Values, row: int, ending: str) -> Conversation:
-        """Return a record as a conversation.
-
-        Raises:
-            Unusable: Names the field and the message.
-        """
-        messages: list[Any] = []
-        prompt_is_text = False
-        for own, role in (("messages", None), ("prompt", "user"), (ending, "assistant")):
-            if own not in values:
-                continue
-            name, value = self.names[own], values[own][row]
-            is_text = isinstance(value, str)
-            more_text = values["input"][row] if own == "prompt" and "input" in values else None
-            if more_text:
-                if not (is_text and isinstance(more_text, str)):
-                    raise Unusable(f"field `{name}` or `{self.names['input']}` is not a text")
-                value = f"{value}\n{more_text}" if value else more_text
-            if role and is_text:
-                value = [{"role": role, "content": value}]
-            elif role and isinstance(value, dict):  # one message
-                value = [value]
-            elif role and not isinstance(value, list):
-                shown = type(value).__name__
-                raise Unusable(f"field `{name}` is {shown}, expected a text or a list of messages")
-            try:
-                more = read_messages(value)
-                if is_text and role == "assistant" and not messages:
-                    raise Unusable("is a text without a prompt, expected a list of messages")
-                # What follows a prompt may be a whole conversation, which has the prompt.
-                is_whole = prompt_is_text and more[0]["role"] != "assistant"
-                if is_whole and not any(asks(messages[0]["content"], each) for each in more):
-                    raise Unusable("begins with another message, but none is the prompt")
-            except Unusable as reason:
-                raise Unusable(f"field `{name}` {reason}") from None
-            messages = more if is_whole or not messages else continued(messages, more)
-            prompt_is_text = role == "user" and is_text
-        optional = {
-            own: values[own][row] if own in values else None
-            for own in ("label", "system", "tools", "template_arguments")
-        }
-        if _truth(optional["label"]) is False:
-            name = self.names["label"]
-            raise Unusable(f"field `{name}` is false: an answer that must not be learnt")
-        if (system := optional["system"]) is not None and not isinstance(system, str):
-            raise Unusable(
-                f"field `{self.names['system']}` is {type(system).__name__}, expected a text"
-            )
-        if system and messages[0]["role"] not in ("system", "developer"):
-            messages = [{"role": "system", "content": system}, *messages]
-        tools = self._parsed("tools", optional["tools"], list, "a list")
-        arguments = self._parsed(
-            "template_arguments", optional["template_arguments"], dict, "an object"
-        )
-        for tool in tools or ():
-            if not isinstance(tool, dict):  # transformers takes functions, too
-                name, kind = self.names["tools"], type(tool).__name__
-                raise Unusable(f"field `{name}` has a tool that is {kind}, expected an object")
-        return Conversation(messages, tools or None, arguments or {})
-
-    def _parsed(self, own: str, value: Any, kind: type, expected: str) -> Any:
-        """Return a value that may be written as a text of JSON; None if it is empty."""
-        try:
-            is_json = isinstance(value, str) and bool(value.strip())
-            parsed = json.loads(value) if is_json else value or None
-        except (ValueError, RecursionError):
-            raise Unusable(f"field `{self.names[own]}` is a text that is not JSON") from None
-        if parsed is not None and not isinstance(parsed, kind):
-            shown = type(parsed).__name__
-            raise Unusable(f"field `{self.names[own]}` is {shown}, expected {expected}")
-        return parsed or None
-
     def _check_special(self, conversation: Conversation) -> None:
         """Reject text of special tokens: the template writes such text for its own tokens.
 
         Raises:
             Unusable: Names the message.
         """
-        messages, tools, arguments = (
-            conversation.messages,
-            conversation.tools,
-            conversation.arguments,
-        )
-        if not self._problem((messages, tools, arguments)):
+        messages, tools = conversation.messages, conversation.tools
+        if not self._problem((messages, tools, conversation.arguments)):
             return
         named = [(f"message {number}", message) for number, message in enumerate(messages, 1)]
-        parts = [("the list of tools", tools), *named, ("a template argument", arguments)]
-        for name, part in parts:
+        parts = [("the list of tools", tools), *named]
+        for name, part in (*parts, ("a template argument", conversation.arguments)):
             if problem := self._problem(part):
                 raise Unusable(f"{name} {problem}")
 
@@ -417,10 +340,9 @@ class ChatEncoder(TaskEncoder):
             Unusable: A content is a list of parts, or has a part of a special token at its
                 beginning or end.
         """
-        assert self.chat_template
         for number, message in enumerate(conversation.messages, 1):
             content = message.get("content") or ""
-            if isinstance(content, list) or self.chat_template.has_half(content):
+            if isinstance(content, list) or self._template.has_half(content):
                 raise Unusable(
                     f"message {number} may form a special token with other texts, because its "
                     "place in the rendered text is not certain; see --special-tokens-in-text"
@@ -428,24 +350,21 @@ class ChatEncoder(TaskEncoder):
 
     def _problem(self, part: Any) -> str:
         """Return why a value of JSON cannot be rendered; empty if it can."""
-        assert self.chat_template
         try:
             json_bytes = msgspec.json.encode(part)
         except UnicodeEncodeError:
-            return _SURROGATE
+            return SURROGATE
         except RecursionError:
-            return "is nested too deeply"
+            return TOO_DEEP
         if b"\\u001" in json_bytes and UNLIKE_SPACE.search(json_bytes.decode()):
             return "begins or ends a text with a control character (U+001C to U+001F)"
         if self.splits_special:
             return ""
-        found = self.chat_template.special.search(json_bytes.decode())
+        found = self._template.special.search(json_bytes.decode())
         if found is None:
             return ""
         return f"has the text of the special token {found[0]!r}; see --special-tokens-in-text"
 
-
-_SURROGATE = "has a lone surrogate: no UTF-8 can express it"
 
 _JOINED = "has texts that form the special token {!r} together; see --special-tokens-in-text"
 
@@ -466,6 +385,7 @@ def _notes(
 ) -> dict[str, int]:
     """Count what a template does not write as users may expect."""
     notes: dict[str, int] = Counter()
+    notes["unread_arguments"] = sum(not template.reads(name) for name in conversation.arguments)
     if conversation.tools and not template.reads_tools:
         notes["unread_tools"] = 1
     for message in conversation.messages:
@@ -483,12 +403,6 @@ def _notes(
             if isinstance(given, str) and given:
                 notes["text_arguments"] += to_json(given) in rendered.text
     return notes
-
-
-def _truth(value: Any) -> Any:
-    """Return true or false for a text of either, because CSV has only texts."""
-    text = value.strip().lower() if isinstance(value, str) else ""
-    return {"true": True, "false": False}.get(text, value)
 
 
 def _json_of(record: list[Any]) -> bytes:
