@@ -171,11 +171,13 @@ def _numbers(value: Any) -> np.ndarray:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, str | bytes | Real) and not isinstance(value, bool):
+    is_text = isinstance(value, str | bytes)
+    if is_text or (isinstance(value, Real) and not isinstance(value, bool)):
         with contextlib.suppress(ValueError, OverflowError):
-            if abs(number := float(value)) <= _MOST:  # NaN is not
+            is_code = is_text and "_" in str(value)  # 1_000 is a number in Python only
+            if abs(number := float(value)) <= _MOST and not is_code:  # NaN is not
                 return number
-    if isinstance(value, str | bytes):
+    if is_text:
         shown = _text(value)[:40].decode(errors="ignore")
         raise Unusable(f"is {shown!r}, expected {FieldKind.NUMBER.value}")
     raise _not(FieldKind.NUMBER, value)

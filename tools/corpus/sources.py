@@ -17,6 +17,7 @@ import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -265,6 +266,8 @@ class _InputSearch:
         self._out = out
         self._field = field
         self._exclude = exclude
+        self._unused = {*exclude}
+        """Patterns of `exclude` that have matched nothing."""
         self._splits = splits
         self._seen: set[str] = set()
         self._room = _KEPT_BYTES
@@ -368,7 +371,10 @@ class _InputSearch:
             yield _Entry(path, real, is_folder, split, is_listed)
 
     def _excluded(self, path: str, root: str) -> bool:
-        return any(matching(self._exclude, path, root))
+        matches = matching(self._exclude, path, root)
+        if is_excluded := any(matches):
+            self._unused -= {*compress(self._exclude, matches)}
+        return is_excluded
 
     def _add_remote(self, url: str) -> None:
         """Add an object, or all objects below a URL."""
@@ -530,7 +536,10 @@ class _InputSearch:
         self.sources.append(replace(source, split=split))
 
     def check_patterns(self) -> None:
-        """Reject a split that matches no file."""
+        """Reject a split that matches no file, and name patterns that exclude nothing."""
+        for glob in dict.fromkeys(self._exclude):
+            if glob in self._unused:
+                logger.info("--exclude %s: leaves out nothing. %s", public(glob), _PATTERNS_MATCH)
         found = {source.split for source in self.sources}
         for (split, glob), is_used in zip(self._splits, self._used, strict=True):
             given = f"`--split {split}={public(glob)}`"

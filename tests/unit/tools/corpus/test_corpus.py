@@ -91,7 +91,13 @@ def test_a_file_given_by_name_is_read_whatever_it_is(tree: Path) -> None:
     assert names(corpus, tree) == [".hidden", "sub/image.png"]
 
 
-def test_excluded_names_and_paths_are_left_out(tree: Path) -> None:
+def test_excluded_names_and_paths_are_left_out(
+    tree: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        find(tree, exclude=("*.py", "*.tmp"))
+    assert "--exclude *.tmp: leaves out nothing" in caplog.text
+    assert "*.py" not in caplog.text
     assert names(find(tree, exclude=("sub",)), tree) == ["a.txt", "b.py"]
     assert names(find(tree, exclude=("*.py", "sub/deep/*")), tree) == ["a.txt", "sub/c.md"]
 

@@ -342,6 +342,7 @@ RECORDS: dict[str, list[tuple[Any, Any, str]]] = {
         ("a", float("nan"), "field `score` is nan, expected a finite number"),
         ("a", 1e39, "field `score` is 1e+39, expected a finite number"),
         ("a", "a lot", "field `score` is 'a lot', expected a finite number"),
+        ("a", "1_000", "field `score` is '1_000', expected a finite number"),
         ("the", 0, "good"),
     ],
     "tag": [
