@@ -9,9 +9,9 @@ the task `ids` only. `--exclude` and `--split` have the same patterns.
 """
 
 import atexit
+import dataclasses
 import fnmatch
 import logging
-import operator
 import os
 import re
 import stat
@@ -181,13 +181,13 @@ def find_corpus(
         ConfigError: A path is in the output folder.
     """
     search = _InputSearch(
-        None if out is None else os.path.realpath(out),
-        field,
-        exclude,
-        splits,
-        known,
-        ids,
-        encoding,
+        out=None if out is None else os.path.realpath(out),
+        field=field,
+        exclude=exclude,
+        splits=splits,
+        known={file.name: file for file in known},
+        ids=ids,
+        encoding=encoding,
     )
     for path in paths:
         search.add(path)
@@ -199,7 +199,7 @@ def find_corpus(
     of_ids = (source.name for source in search.sources if source.format == TOKENS.name)
     indexes = {name for each in of_ids for name in indexes_beside(each)}
     found = [source for source in search.sources if source.name not in indexes]
-    unread = tuple(file for file in search.binary if file.name not in indexes)
+    unread = tuple(file for file in search.unread.values() if file.name not in indexes)
     if not found:
         binary = f" (left out: {'; '.join(left_out(unread))})" if unread else ""
         tokens = " For files of token ids, use `--task ids`." if unread and not ids else ""
@@ -242,43 +242,37 @@ class _Entry(NamedTuple):
     """The split of the entry in a saved data set."""
     is_listed: bool = False
     """Whether a file of the folder lists the entry."""
-
-
-class _InputSearch:
-    """A search through all given paths. It remembers the files that it found."""
-
-    def __init__(
-        self,
-        out: str | None,
-        field: str,
-        exclude: tuple[str, ...],
-        splits: tuple[tuple[str, str], ...],
-        known: Iterable[Known],
-        ids: IdFacts | None,
-        encoding: str | None,
-    ) -> None:
-        self._ids = ids
-        self.sources: list[InputFile] = []
-        self._binary: dict[str, Known] = {}
-        """Files in folders that no format reads, by URL or by path without symbolic links."""
-        self._encoding = encoding
-        self._known = {file.name: file for file in known}
-        self._out = out
-        self._field = field
-        self._exclude = exclude
-        self._unused = {*exclude}
-        """Patterns of `exclude` that have matched nothing."""
-        self._splits = splits
-        self._seen: set[str] = set()
-        self._room = _KEPT_BYTES
-        """Bytes of memory left for the contents of remote files."""
-        self._used = [False] * len(splits)
-        """Patterns of `splits` that have matched."""
+    object: RemoteFile | None = None
+    """An object of a store; None on this machine."""
 
     @property
-    def binary(self) -> tuple[Known, ...]:
-        """Files in folders that no format reads, and that the command line does not name."""
-        return tuple(self._binary.values())
+    def place(self) -> Location:
+        """The place to read the entry."""
+        return self.object or self.path
+
+
+@dataclass(kw_only=True)
+class _InputSearch:
+    """A search through all given paths, with the arguments of `find_corpus`. It remembers the files
+    that it found."""
+
+    out: str | None
+    field: str
+    exclude: tuple[str, ...]
+    splits: tuple[tuple[str, str], ...]
+    known: dict[str, Known]
+    ids: IdFacts | None
+    encoding: str | None
+    sources: list[InputFile] = dataclasses.field(default_factory=list)
+    unread: dict[str, Known] = dataclasses.field(default_factory=dict)
+    """Files in folders that no format reads, by URL or by path without symbolic links."""
+    seen: set[str] = dataclasses.field(default_factory=set)
+    room: int = _KEPT_BYTES
+    """Bytes of memory left for the contents of remote files."""
+    used: set[str] = dataclasses.field(default_factory=set)
+    """Patterns of `splits` that have matched."""
+    excluding: set[str] = dataclasses.field(default_factory=set)
+    """Patterns of `exclude` that have matched."""
 
     def add(self, path: str) -> None:
         if path == STANDARD_INPUT:
@@ -291,12 +285,12 @@ class _InputSearch:
             for file, split, commit in hub_files(path):
                 name = f"{path}/{split}/{os.path.basename(file)}"  # no path of this machine
                 if not self._excluded(f"{path}/{split}", path) and not self._excluded(name, path):
-                    format_ = format_in_folder(name, file, self._field)
+                    format_ = format_in_folder(name, file, self.field)
                     source = self._source(name, file, format_)
                     self._append(replace(source, state=commit or source.state), path, split)
             return
         real = os.path.realpath(path)
-        if self._out and os.path.commonpath([real, self._out]) == self._out:
+        if self.out and os.path.commonpath([real, self.out]) == self.out:
             raise ConfigError(f"{path}: is or lies in the output folder. Choose another output.")
         try:
             mode = os.stat(path).st_mode
@@ -307,19 +301,7 @@ class _InputSearch:
         except OSError as error:
             raise _unreadable(path, error) from error
         if stat.S_ISDIR(mode):
-            first = len(self.sources)
-            for entry in self._files_below(path, real):
-                if self._is_new(entry.real):
-                    found = self._format_of_found(entry.path, entry.path)
-                    if entry.is_listed and found in (None, FALLBACK):
-                        raise CorpusError(
-                            f"{entry.path}: is listed in its folder, and has no known format. Copy "
-                            "it again."
-                        )
-                    self._append_readable(
-                        entry.path, entry.path, entry.real, found, path, entry.split
-                    )
-            self._settle(first, path)
+            self._add_found(map(self._looked_at, self._files_below(path, real)), path)
         elif stat.S_ISREG(mode):
             self._add_given(path, path, real)
         else:
@@ -339,7 +321,7 @@ class _InputSearch:
 
     def _entries(self, folder: _Entry, root: str) -> Iterator[_Entry]:
         """Yield the entries of a folder that are read. Without links, this is one system call."""
-        if folder.real == self._out or not self._is_new(folder.real):
+        if folder.real == self.out or not self._is_new(folder.real):
             return
         try:
             with os.scandir(folder.path) as listed:
@@ -371,10 +353,9 @@ class _InputSearch:
             yield _Entry(path, real, is_folder, split, is_listed)
 
     def _excluded(self, path: str, root: str) -> bool:
-        matches = matching(self._exclude, path, root)
-        if is_excluded := any(matches):
-            self._unused -= {*compress(self._exclude, matches)}
-        return is_excluded
+        matches = matching(self.exclude, path, root)
+        self.excluding.update(compress(self.exclude, matches))
+        return any(matches)
 
     def _add_remote(self, url: str) -> None:
         """Add an object, or all objects below a URL."""
@@ -382,7 +363,7 @@ class _InputSearch:
             self._add_repository(url)
             return
         if file := object_at(url):
-            if file.store.address.query and str(file) in self._seen:
+            if file.store.address.query and str(file) in self.seen:
                 raise ConfigError(
                     f"{file}: is given twice. The part before `?` must differ between files: give "
                     "each address once."
@@ -407,10 +388,28 @@ class _InputSearch:
         self._add_objects([file for file in files if not self._excluded(str(file), root)], root)
 
     def _add_objects(self, files: list[RemoteFile], root: str) -> None:
+        entries = [_Entry(str(file), str(file), False, None, object=file) for file in files]
+        self._add_found(results_of(self._looked_at, entries, _AT_ONCE), root)
+
+    def _add_found(self, found: Iterable[tuple[_Entry, Format | None]], root: str) -> None:
+        """Add the files below a folder, with their formats."""
         first = len(self.sources)
-        for file, format_ in results_of(self._looked_at, files, _AT_ONCE):
-            if self._is_new(str(file)):
-                self._append_readable(str(file), self._kept(file), str(file), format_, root, None)
+        for entry, format_ in found:
+            if not self._is_new(entry.real):
+                continue
+            if entry.is_listed and format_ in (None, FALLBACK):
+                raise CorpusError(
+                    f"{entry.path}: is listed in its folder, and has no known format. Copy it "
+                    "again."
+                )
+            if entry.object:  # without its content, if all contents take too much memory
+                self.room -= len(entry.object.content or b"")
+                kept = entry.object if self.room > 0 else replace(entry.object, content=None)
+                entry = entry._replace(object=kept)
+            if format_ is None:
+                self.unread[entry.real] = Known(entry.path, *_size_and_state(entry.place), None)
+            else:
+                self._append(self._source(entry.path, entry.place, format_), root, entry.split)
         self._settle(first, root)
 
     def _settle(self, first: int, root: str) -> None:
@@ -442,7 +441,7 @@ class _InputSearch:
                 "%s: reads %s beside records as text (%s%s). --exclude leaves out files",
                 *(root, count_of(len(texts), "file"), shown, ", ..." * (len(texts) > _SHOWN)),
             )
-        splits = {} if self._splits else _named_splits(tables, root)
+        splits = {} if self.splits else _named_splits(tables, root)
         for name in sorted({*splits.values()}):
             count = count_of([*splits.values()].count(name), "file")
             logger.info("%s: %s in split %s by name; see --split", root, count, name)
@@ -451,44 +450,37 @@ class _InputSearch:
             replace(source, split=splits.get(source.name, source.split)) for source in kept
         ]
 
-    def _looked_at(self, file: RemoteFile) -> tuple[RemoteFile, Format | None]:
-        """Return the file and its format, with the content of small files that had to be opened."""
-        if file.is_small and needs_look(str(file)):
-            file = file.fetched()
-        return file, self._format_of_found(str(file), file)
-
-    def _kept(self, file: RemoteFile) -> RemoteFile:
-        """Return the file, without its content if all contents take too much memory."""
-        self._room -= len(file.content or b"")
-        return file if self._room > 0 else replace(file, content=None)
+    def _looked_at(self, entry: _Entry) -> tuple[_Entry, Format | None]:
+        """Return a file and its format, with the content of a small object that had to be
+        opened."""
+        if entry.object and entry.object.is_small and needs_look(entry.path):
+            entry = entry._replace(object=entry.object.fetched())
+        return entry, self._format_of_found(entry.path, entry.place)
 
     def _add_given(self, name: str, path: Location, real: str) -> None:
         """Add a file that the command line names. A glob may name indexes of token ids."""
-        if self._ids and name.lower().endswith(BESIDE_IDS):
-            self._binary[real] = Known(name, *_size_and_state(path), None)
+        if self.ids and name.lower().endswith(BESIDE_IDS):
+            self.unread[real] = Known(name, *_size_and_state(path), None)
             return
         if kind := unread_given(name, path):
             raise CorpusError(f"{name}: {kind.reason}.")
-        is_skipped = self._binary.pop(real, None) is not None
+        is_skipped = self.unread.pop(real, None) is not None
         if self._is_new(real) or is_skipped:
             known = self._unchanged(name, path)
             given = known.format if known else None
             format_ = self._of_ids(name) or (FORMATS[given] if given else None)
-            format_ = format_ or self._given_format(name, path)
+            format_ = format_ or format_of_given(name, path, self.field, self.encoding)
             self._append(self._source(name, path, format_), name, None)
-
-    def _given_format(self, name: str, path: Location) -> Format:
-        return format_of_given(name, path, self._field, self._encoding)
 
     def _is_new(self, real: str) -> bool:
         """Return whether a path was not found before, and remember the path."""
-        is_new = real not in self._seen
-        self._seen.add(real)
+        is_new = real not in self.seen
+        self.seen.add(real)
         return is_new
 
     def _unchanged(self, name: str, path: Location) -> Known | None:
         """Return the facts about a file from an earlier run, if the file is unchanged."""
-        known = self._known.get(name)
+        known = self.known.get(name)
         is_same = known and (known.bytes, known.state) == _size_and_state(path)
         return known if is_same else None
 
@@ -500,8 +492,8 @@ class _InputSearch:
             return FORMATS[known.format] if known.format else None
         if unread_kind(name):
             return None
-        format_ = format_in_folder(name, path, self._field, self._encoding)
-        if format_ is FALLBACK and is_binary(path, compression_of(name), self._encoding):
+        format_ = format_in_folder(name, path, self.field, self.encoding)
+        if format_ is FALLBACK and is_binary(path, compression_of(name), self.encoding):
             return None
         if not has_known_ending(name) and is_pointer(path, _size_and_state(path)[0]):
             return None  # most likely of a picture or a model
@@ -509,41 +501,27 @@ class _InputSearch:
 
     def _of_ids(self, name: str) -> Format | None:
         """Return the format of a file of token ids, for the task that reads them."""
-        return TOKENS if self._ids and name.lower().endswith(ENDINGS) else None
-
-    def _append_readable(
-        self,
-        name: str,
-        path: Location,
-        real: str,
-        format_: Format | None,
-        root: str,
-        split: str | None,
-    ) -> None:
-        if format_ is None:
-            self._binary[real] = Known(name, *_size_and_state(path), None)
-        else:
-            self._append(self._source(name, path, format_), root, split)
+        return TOKENS if self.ids and name.lower().endswith(ENDINGS) else None
 
     def _append(self, source: InputFile, root: str, split: str | None) -> None:
         """Add a source to the split that an option names, or else to `split`."""
-        matches = matching([glob for _, glob in self._splits], source.name, root)
-        self._used = list(map(operator.or_, self._used, matches))
-        named = (name for (name, _), does in zip(self._splits, matches, strict=True) if does)
-        split = next(named, split)
+        matches = matching([glob for _, glob in self.splits], source.name, root)
+        fitting = [*compress(self.splits, matches)]
+        self.used.update(glob for _, glob in fitting)
+        split = fitting[0][0] if fitting else split
         if split is not None and not is_split_name(split):
             raise CorpusError(f"{source.name}: {split!r} cannot be the name of a split.")
         self.sources.append(replace(source, split=split))
 
     def check_patterns(self) -> None:
         """Reject a split that matches no file, and name patterns that exclude nothing."""
-        for glob in dict.fromkeys(self._exclude):
-            if glob in self._unused:
+        for glob in dict.fromkeys(self.exclude):
+            if glob not in self.excluding:
                 logger.info("--exclude %s: leaves out nothing. %s", public(glob), _PATTERNS_MATCH)
         found = {source.split for source in self.sources}
-        for (split, glob), is_used in zip(self._splits, self._used, strict=True):
+        for split, glob in self.splits:
             given = f"`--split {split}={public(glob)}`"
-            if not is_used:
+            if glob not in self.used:
                 raise ConfigError(f"{given}: no input file matches it. {_PATTERNS_MATCH}")
             if split not in found:
                 raise ConfigError(f"{given}: patterns before it take all that it matches.")
@@ -552,9 +530,10 @@ class _InputSearch:
         """Add standard input, as records if it begins with records, or else as one text."""
         if any(source.name == STANDARD_INPUT for source in self.sources):
             raise ConfigError("`-`: standard input can be read only once.")
-        file = spool(STANDARD_INPUT, stdin_blocks(), Path(self._out) if self._out else None)
+        file = spool(STANDARD_INPUT, stdin_blocks(), Path(self.out) if self.out else None)
         atexit.register(file.file.close)
-        self.add_spooled(file, self._given_format(STANDARD_INPUT, file.path))
+        format_ = format_of_given(STANDARD_INPUT, file.path, self.field, self.encoding)
+        self.add_spooled(file, format_)
 
     def add_spooled(self, file: Spooled, format_: Format) -> None:
         """Add a file that this process made from input that it cannot read twice."""
@@ -581,7 +560,7 @@ class _InputSearch:
             state=state,
             format=format_.name,
             compression=compression,
-            ids=self._ids,
+            ids=self.ids,
         )
 
 
