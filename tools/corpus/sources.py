@@ -24,6 +24,7 @@ from typing import NamedTuple
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.pipeline.remote.retrying import results_of
 from tokenfeed.pipeline.text import count_of, public
+from tokenfeed.tools.corpus.formats.delimited import TSV, has_quoted_values
 from tokenfeed.tools.corpus.formats.json_records import JSON_LINES
 from tokenfeed.tools.corpus.formats.registry import (
     BESIDE_IDS,
@@ -120,6 +121,8 @@ _SHOWN = 5
 """Files of a kind that were left out and are shown."""
 _KEPT_BYTES = 1 << 26
 """Bytes of small objects that stay in memory until they are encoded."""
+_TSV_BYTES = 1 << 16
+"""Bytes of a TSV that are searched for quoted values."""
 _COMPRESSION_RATIO = 4
 """Estimated bytes of text per byte of a .gz or .zst file, for the division of work."""
 
@@ -273,6 +276,8 @@ class _InputSearch:
     """Patterns of `splits` that have matched."""
     excluding: set[str] = dataclasses.field(default_factory=set)
     """Patterns of `exclude` that have matched."""
+    has_quotes: bool = False
+    """Whether some TSV has quoted values."""
 
     def add(self, path: str) -> None:
         if path == STANDARD_INPUT:
@@ -550,6 +555,15 @@ class _InputSearch:
                 "pull` in its repository, or leave it out by --exclude."
             )
         compression = compression_of(name)
+        if format_ is TSV and not self.has_quotes:
+            beginning = beginning_of(path, compression, _TSV_BYTES, self.encoding)
+            if has_quoted_values(beginning):
+                self.has_quotes = True
+                logger.warning(
+                    "%s: has quoted values. A TSV has no quotes, so they are read with all their "
+                    "quotes. Write it as CSV or JSON Lines",
+                    name,
+                )
         ratio = format_.text_ratio * (_COMPRESSION_RATIO if compression else 1)
         return InputFile(
             index=len(self.sources),

@@ -9,6 +9,7 @@ to this line. The next line begins a new row.
 import codecs
 import csv
 import io
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -39,6 +40,15 @@ _ROWS_AT_ONCE, _BYTES_AT_ONCE = 1 << 12, 1 << 18
 LONGEST_ROW_BYTES = 1 << 24
 """Bytes of the longest row that is read to be rejected, if `--max-record` is not larger. A longer
 row ends the file."""
+
+
+_QUOTED = re.compile(rb'(?:^|\t)"(?:[^"\t\r\n]|"")*""(?:[^"\t\r\n]|"")*"(?:\t|\r?$)', re.MULTILINE)
+"""Matches a value of a TSV as programs write it that quote values and double their quotes."""
+
+
+def has_quoted_values(beginning: bytes) -> bool:
+    """Return whether the beginning of a TSV has values whose quotes a reader should remove."""
+    return _QUOTED.search(beginning) is not None
 
 
 class _Rows:

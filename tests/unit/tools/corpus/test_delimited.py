@@ -14,6 +14,7 @@ from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus import blocks
 from tokenfeed.tools.corpus.formats import delimited
 from tokenfeed.tools.corpus.records import FieldKind
+from tokenfeed.tools.corpus.sources import find_corpus
 
 
 def test_a_quote_that_never_closes_names_the_lines_it_swallows(tmp_path: Path) -> None:
@@ -95,6 +96,18 @@ def test_lists_from_a_csv_are_refused_in_a_line_with_the_remedy(tmp_path: Path) 
     (tmp_path / "a.csv").write_bytes(b"text,tags\n[],[]\n")
     with pytest.raises(CorpusError, match=r"a\.csv: `text` must hold lists.*JSON Lines or Parquet"):
         read(tmp_path / "a.csv", FieldKind.WORDS)
+
+
+@pytest.mark.parametrize(
+    ("line", "is_said"),
+    [('"say ""hi"""\t1', True), ('1\t"""x"" y"', True), ('"say" it\t1', False), ('""\t""', False)],
+)
+def test_quoted_values_of_a_tsv_are_a_warning(
+    line: str, is_said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.tsv").write_text(f"text\tlabel\n{line}\n")
+    find_corpus((str(tmp_path / "a.tsv"),), out=None, field="text")
+    assert ("a.tsv: has quoted values" in caplog.text) == is_said
 
 
 PIECES = st.sampled_from(['"', '"', '""', ",", "\n", "\r\n", "a", "b c", '","', '"\n"', "1,"])
