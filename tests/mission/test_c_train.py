@@ -98,11 +98,11 @@ def scaled_loop(batches: list[Any]) -> list[tuple[float, float, bool]]:
                 logits_BTV.flatten(0, 1).float(), batch.targets.flatten(), reduction="sum"
             )
         before, first = scaler.get_scale(), weights[0].detach().clone()
-        scaler.scale(loss / 512).backward()
+        scaler.scale(loss / 128).backward()
         scaler.unscale_(optimizer)
         for weight in weights:
             assert weight.grad is not None
-            weight.grad *= 512 / targets
+            weight.grad *= 128 / targets
         torch.nn.utils.clip_grad_norm_(weights, 0.5)
         scaler.step(optimizer)
         scaler.update()
@@ -126,7 +126,7 @@ def test_m07_fp16_where_bf16_is_not_native(tmp_path: Path) -> None:
     assert "precision: fp32 (cpu)" in call(train.main, "--shards", shards, *small).stderr
 
     steps = ("--steps", 200, "--schedule", "constant", "--clip-norm", 0.5, "--learning-rate", 1e-4)
-    sizes = ("--sequence-length", 32, "--micro-batch-tokens", 512, "--step-tokens", 512)
+    sizes = ("--sequence-length", 32, "--micro-batch-tokens", 128, "--step-tokens", 128)
     own = ("--model", "support.training:overflowing_model", *steps, *sizes, "--save-every", 200)
     lines = trained(shards, tmp_path / "cpu", *own, "--device", "cpu", "--precision", "fp16")
     batches = [*SEEN]
