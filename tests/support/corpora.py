@@ -13,7 +13,7 @@ import pyarrow.parquet.encryption as pe
 
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.corpus.input_files import MAX_RECORD_BYTES, InputFile
-from tokenfeed.tools.corpus.records import FieldKind
+from tokenfeed.tools.corpus.records import FieldKind, listed
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units, read_records
 
@@ -43,7 +43,7 @@ def read_sources(
         for records in read_records(part, {field: kind}):
             numbers = records.numbers.tolist()
             assert not {*numbers, *dict(records.rejects)} & (good.keys() | bad.keys())
-            good |= zip(numbers, records.fields[field], strict=True)
+            good |= zip(numbers, listed(records.fields[field]), strict=True)
             bad |= records.rejects
     return good, bad
 
