@@ -87,17 +87,7 @@ class ReferenceEngine:
                 raise Unencodable(f"the tokenizer cannot encode it: {error}") from None
 
 
-class NoEngine:
-    """Stands for the reference if a task encodes no text. It takes no time to load."""
-
-    name: EngineName = ReferenceEngine.name
-
-    def encode(self, texts: list[bytes]) -> Ragged:
-        """Encode nothing."""
-        raise AssertionError("the task has no texts")
-
-
-Engine = ReferenceEngine | FastEngine | NoEngine
+Engine = ReferenceEngine | FastEngine
 
 
 def check_fast(tokenizer: TextTokenizer) -> None:

@@ -7,7 +7,7 @@ interrupted unit is encoded again. All steps work on batches. No token becomes a
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +24,6 @@ from tokenfeed.tools.encoding.audit import Answers, Questions, answers_without_r
 from tokenfeed.tools.encoding.engines import (
     Engine,
     EngineName,
-    NoEngine,
     Unencodable,
     load_engine,
 )
@@ -93,12 +92,9 @@ class UnitEncoder:
     """The encoder of units. A process has one, because engines take long to load."""
 
     def __init__(
-        self,
-        settings: EncodeSettings,
-        on_progress: Report,
-        engine: Engine | None,
+        self, settings: EncodeSettings, on_progress: Report, engine: Engine | None
     ) -> None:
-        """Load the engines.
+        """Load what the task needs.
 
         Args:
             settings: What to encode, and where to.
@@ -108,11 +104,34 @@ class UnitEncoder:
         """
         self._at = ""
         """The last record of the present block."""
-        self._settings = settings
-        self._on_progress = on_progress
-        self._engine = engine or _load_engine(settings, settings.engine)
-        self._task = settings.task.with_tokenizer(settings.output.read(TOKENIZER_FILE))
-        self._fast = self._audited_engine()
+        self._settings, self._on_progress, self._given = settings, on_progress, engine
+        self._json = settings.output.read(TOKENIZER_FILE)
+        self._task = settings.task.with_tokenizer(self._json)
+        if settings.task.has_texts:
+            _ = self._engine, self._fast  # before workers are forked
+
+    @cached_property
+    def _engine(self) -> Engine:
+        """The engine that makes the ids. A large vocabulary takes a second."""
+        return self._given or self._loaded(self._settings.engine)
+
+    @cached_property
+    def _fast(self) -> FastEngine | None:
+        """The fast engine, if a sample of its ids is compared."""
+        if not self._settings.audits:
+            return None
+        engine = self._engine
+        if not isinstance(engine, FastEngine):
+            try:
+                engine = self._loaded(FastEngine.name)
+            except EngineUnavailable:
+                return None
+        assert isinstance(engine, FastEngine)
+        return engine
+
+    def _loaded(self, name: EngineName) -> Engine:
+        size, special = self._settings.vocabulary_size, self._settings.splits_special
+        return load_engine(name, self._json, size, splits_special=special)
 
     def do(self, work: Unit | Questions) -> "Encoded | Answers":
         """Encode a unit, or return the ids of the fast engine for the texts of the audit."""
@@ -158,19 +177,7 @@ class UnitEncoder:
                 for _ in results_of(ShardWriter.close, [*writers.values()], len(writers)):
                     pass
         infos = {split: writer.info for split, writer in writers.items()}
-        return Encoded(ledger.result(infos, self._engine.name), ledger.sample)
-
-    def _audited_engine(self) -> FastEngine | None:
-        if not self._settings.audits:
-            return None
-        if isinstance(self._engine, FastEngine):
-            return self._engine
-        try:
-            fast = _load_engine(self._settings, FastEngine.name)
-        except EngineUnavailable:
-            return None
-        assert isinstance(fast, FastEngine)
-        return fast
+        return Encoded(ledger.result(infos, settings.engine), ledger.sample)
 
     def _encode_block(self, block: Records, ledger: Ledger) -> dict[str, Rows]:
         """Tokenize a block, and return its rows by split. Splits without rows are left out."""
@@ -241,14 +248,6 @@ class UnitEncoder:
         if len(sample):
             self._task.encode(sample.fields, noting, self._settings.template)
         return answers
-
-
-def _load_engine(settings: EncodeSettings, name: EngineName) -> Engine:
-    """Load one engine and no other: a large vocabulary takes a second."""
-    if not settings.task.has_texts:
-        return NoEngine()
-    json_bytes, special = settings.output.read(TOKENIZER_FILE), settings.splits_special
-    return load_engine(name, json_bytes, settings.vocabulary_size, splits_special=special)
 
 
 def _rows(samples: Samples, block: Records, chosen: np.ndarray) -> Rows:
