@@ -8,9 +8,9 @@ small. The files are written into a temporary folder, which gets its name when a
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -39,25 +39,6 @@ from tokenfeed.tools.shell.console import print_json
 Format = Literal["megatron", "nanogpt", "llm.c", "olmo", "parquet"]
 
 
-@dataclass(frozen=True, slots=True)
-class ExportSummary:
-    """The result of an export."""
-
-    to: str
-    format: str
-    splits: dict[str, int]
-    """Rows by split."""
-    tokens: int
-    files: list[str]
-    left_out: list[str]
-    """Columns that the format cannot hold."""
-
-    def __str__(self) -> str:
-        rows = ", ".join(f"{count_of(rows, 'row')} of {name}" for name, rows in self.splits.items())
-        left = f" Without the columns {', '.join(self.left_out)}." if self.left_out else ""
-        return f"{self.to}: {rows}, {self.tokens:,} tokens, as {self.format}.{left}"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Export:
     """Write a data set in a format of another project: Megatron, nanoGPT, llm.c, OLMo or
@@ -75,13 +56,20 @@ class Export:
 
     def run(self) -> int:
         """Export the data set."""
-        exported = export_data_set(self.out, local_path(self.folder), self.to)
-        print_json(asdict(exported)) if self.json else print(exported)
+        made = export_data_set(self.out, local_path(self.folder), self.to)
+        if self.json:
+            print_json(made)
+            return 0
+        rows = ", ".join(f"{count_of(n, 'row')} of {name}" for name, n in made["splits"].items())
+        left = ", ".join(made["left_out"])
+        left = f" Without the columns {left}." if left else ""
+        print(f"{made['to']}: {rows}, {made['tokens']:,} tokens, as {self.to}.{left}")
         return 0
 
 
-def export_data_set(path: str, folder: Path, to: Format) -> ExportSummary:
-    """Write all splits of a data set in another format, into a new or empty folder.
+def export_data_set(path: str, folder: Path, to: Format) -> dict[str, Any]:
+    """Write all splits of a data set in another format, into a new or empty folder. Return what
+    `--json` prints: the rows of each split, the files, and the columns that the format cannot hold.
 
     Raises:
         ConfigError: The folder holds something, or the format cannot hold the rows.
@@ -97,26 +85,37 @@ def export_data_set(path: str, folder: Path, to: Format) -> ExportSummary:
     sizes = [info.bytes for split in splits.values() for info in split.shards]
     with atomic_folder(folder) as temporary, Bar(sizes) as bar:
         for name in splits:
-            FORMATS[to](_Split(name, store, manifest, temporary, bar))
-    return ExportSummary(
-        to=str(folder),
-        format=to,
-        splits={name: split.rows for name, split in splits.items()},
-        tokens=sum(split.tokens for split in splits.values()),
-        files=sorted(file.name for file in folder.iterdir()),
-        left_out=[] if to == "parquet" else [column.name for column in manifest.columns],
-    )
+            rows = _rows(store, manifest, name, bar)
+            FORMATS[to](_Split(store, manifest, name, temporary, rows))
+    return {
+        "to": str(folder),
+        "format": to,
+        "splits": {name: split.rows for name, split in splits.items()},
+        "tokens": sum(split.tokens for split in splits.values()),
+        "files": sorted(file.name for file in folder.iterdir()),
+        "left_out": [] if to == "parquet" else [column.name for column in manifest.columns],
+    }
 
 
-@dataclass(frozen=True, slots=True)
-class _Split:
+def _rows(store: Store, manifest: Manifest, split: str, bar: Bar) -> Iterator[Rows]:
+    """Yield the rows of a split, a record batch at a time."""
+    for info in manifest.splits[split].shards:
+        reader = ShardReader.open(store, manifest, info)
+        for batch in range(info.batches):
+            rows, _ = reader.read(batch)
+            yield rows
+            bar.advance(Done(info.bytes * len(rows.ids) / info.tokens, len(rows.ids)))
+        bar.count_unit()
+
+
+class _Split(NamedTuple):
     """A split to export, and the folder for its files."""
 
-    name: str
     store: Store
     manifest: Manifest
+    name: str
     folder: Path
-    bar: Bar
+    rows: Iterator[Rows]
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -127,21 +126,10 @@ class _Split:
         """Return the path of a file of the split."""
         return self.folder / f"{self.name}{ending}"
 
-    def rows(self) -> Iterator[Rows]:
-        """Yield the rows, a record batch at a time."""
-        for info in self.manifest.splits[self.name].shards:
-            reader = ShardReader.open(self.store, self.manifest, info)
-            for batch in range(info.batches):
-                rows, _ = reader.read(batch)
-                yield rows
-                share = len(rows.ids) / info.tokens
-                self.bar.advance(Done(info.bytes * share, len(rows.ids)))
-            self.bar.count_unit()
-
     def written(self, path: Path, dtype: np.dtype[Any]) -> Iterator[Rows]:
         """Yield the rows, and write their ids to a file."""
         with path.open("wb") as file:
-            for rows in self.rows():
+            for rows in self.rows:
                 file.write(np.ascontiguousarray(rows.ids, dtype).data)
                 yield rows
 
@@ -170,8 +158,7 @@ def _nanogpt(split: _Split) -> None:
             "ids. Use `--to llm.c` or `--to megatron`."
         )
     is_val = split.name == "validation" and "val" not in split.manifest.splits
-    path = split.folder / "val.bin" if is_val else split.file(".bin")
-    for _ in split.written(path, split.dtype):
+    for _ in split.written(split.folder / "val.bin" if is_val else split.file(".bin"), split.dtype):
         pass
 
 
@@ -184,7 +171,7 @@ def _llm_c(split: _Split) -> None:
     tokens, written = split.manifest.splits[split.name].tokens, 0
     header = np.zeros(256, np.int32)
     header[:2] = (20240520, 1) if split.dtype == np.uint16 else (20240801, 7)
-    for rows in split.rows():
+    for rows in split.rows:
         ids = np.ascontiguousarray(rows.ids, split.dtype)
         while len(ids):
             number, place = divmod(written, LLM_C_TOKENS)
@@ -221,7 +208,7 @@ def _parquet(split: _Split) -> None:
     """Write one file with all columns."""
     schema = shard_schema(split.manifest.tokenizer.vocabulary_size, split.manifest.columns)
     with parquet.ParquetWriter(split.file(".parquet"), schema, compression="zstd") as file:
-        for rows in split.rows():
+        for rows in split.rows:
             file.write_batch(record_batch(rows, schema)[0])
 
 

@@ -115,7 +115,7 @@ def test_exported_rows_are_those_of_the_data_set(
         assert not (folder / "out").exists()
         return
     exported = export_data_set(str(data), folder / "out", to)
-    assert exported.splits == {name: len(wanted) for name, wanted in splits.items()}
+    assert exported["splits"] == {name: len(wanted) for name, wanted in splits.items()}
     for split, wanted in splits.items():
         is_named_val = (to, split) == ("nanogpt", "validation") and not has_val
         name = "val" if is_named_val else split
@@ -145,13 +145,13 @@ def test_parquet_keeps_every_column_and_others_say_what_they_leave_out(
     columns = task_columns(task, pairs=task == "classify")
     data = write_rows(tmp_path / "data", {"train": rows}, 1000, task=task, columns=columns)
     kept = export_data_set(str(data), tmp_path / "parquet", "parquet")
-    assert kept.left_out == []
+    assert kept["left_out"] == []
     table = parquet.read_table(tmp_path / "parquet/train.parquet")
     for name, values in {**rows.per_token, **rows.per_row}.items():
         found = table[name].combine_chunks()
         found = found.flatten() if name in rows.per_token else found
         np.testing.assert_array_equal(found.to_numpy(zero_copy_only=False), values)
-    assert column in export_data_set(str(data), tmp_path / "bin", "megatron").left_out
+    assert column in export_data_set(str(data), tmp_path / "bin", "megatron")["left_out"]
 
 
 def test_damage_makes_no_folder(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_killed_export_leaves_no_folder_and_the_next_one_is_whole(tmp_path: Pa
     (left / "train.bin").write_bytes(b"half")
     (tmp_path / "out").mkdir()
     exported = export_data_set(str(data), tmp_path / "out", "megatron")
-    assert exported.files == ["train.bin", "train.idx"]
+    assert exported["files"] == ["train.bin", "train.idx"]
     assert megatron(tmp_path / "out", "train") == lists_of(rows)
     assert not left.exists()
 
