@@ -22,6 +22,7 @@ come from a checkpoint, so a finished run can be exported at any time.
 
 import contextlib
 import dataclasses
+import errno
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,6 +146,7 @@ def export_run(config: TrainConfig, folder: Path, best: Best | None) -> None:
 
     Raises:
         ResumeError: The run has no checkpoint, or it is damaged.
+        OSError: The folder cannot be written.
     """
     manifest = read_manifest(config.shards)
     task = make_task(config, manifest, _CPU)
@@ -163,12 +165,16 @@ def export_run(config: TrainConfig, folder: Path, best: Best | None) -> None:
     config = dataclasses.replace(config, resume=True)
     model = make_model(config, task.head)
     read_weights(model, config, checkpoint)
-    with atomic_folder(folder) as temporary:
-        _write_weights(temporary, model, about, config)
-        files = _tokenizer_files(config, manifest, task.head)
-        texts = _with_template(config, files) | {_ABOUT: _json(dataclasses.asdict(about))}
-        for name, content in texts.items():
-            (temporary / name).write_bytes(content)
+    try:
+        with atomic_folder(folder) as temporary:
+            _write_weights(temporary, model, about, config)
+            files = _tokenizer_files(config, manifest, task.head)
+            texts = _with_template(config, files) | {_ABOUT: _json(dataclasses.asdict(about))}
+            for name, content in texts.items():
+                (temporary / name).write_bytes(content)
+    except SafetensorError as error:  # such as a full disk
+        again = f"`train --run-dir {config.run_dir} --resume --export {folder}` exports it again"
+        raise OSError(errno.EIO, f"{error}. After fixing this, {again}", str(folder)) from error
 
 
 def load_exported(folder: Path | str) -> nn.Module:

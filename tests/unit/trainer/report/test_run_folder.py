@@ -167,6 +167,16 @@ def test_a_full_disk_costs_nothing_but_the_steps_since_the_last_checkpoint(
     assert_same_run(tmp_path, undisturbed, 8)
 
 
+def test_an_export_to_a_full_disk_names_the_folder_and_the_way_on(
+    counting: Path, tmp_path: Path
+) -> None:
+    run(make_config(counting, tmp_path, steps=1))
+    with files_end_at(1 << 18), pytest.raises(OSError, match="--resume --export") as error:
+        run(make_config(counting, tmp_path, steps=1, resume=True, export=tmp_path / "out"))
+    assert error.value.filename == str(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_line_of_metrics_that_the_disk_cut_short_is_an_error(tmp_path: Path) -> None:
     with contextlib.closing(MetricsFile(tmp_path)) as metrics:
         metrics.write({"step": 1, "loss": 2.5})
