@@ -44,7 +44,7 @@ FAULTS: dict[str, tuple[str, str]] = {
     "save": ("checkpoint", "residual_ms"),
     "item": ("wait", "residual_ms"),
     "own generator": ("other", "input_wait_ms"),
-    "own thread": ("other", "input_wait_ms"),
+    "own thread": ("data", "input_wait_ms"),
     "accumulation": ("data", "input_wait_ms"),
     "late rank": ("data", "input_wait_ms"),
 }

@@ -1,9 +1,9 @@
 """Check `tokenfeed stall` on a script of anybody's, with a fault that is put in from outside.
 
 The script's file stays as it is. faults/sitecustomize.py slows down a function that is named here,
-and holds a stopwatch that `tokenfeed stall` does not read. The script runs with plain `python` and
-with `tokenfeed stall`: exit code and stdout must be the same, and the share of the cause must be
-within 2 points of the stopwatch.
+and holds a stopwatch that `tokenfeed stall` does not read. The script runs with plain `python`,
+without the fault, and with `tokenfeed stall`: exit code and stdout must be the same, and the share
+of the cause must be within 2 points of the stopwatch.
 
 usage: python -m benchmarks.stall_tools.any_script --cause data \\
            --slow torch.utils.data._utils.fetch._MapDatasetFetcher.fetch=0.02 \\
@@ -50,24 +50,30 @@ def check(script: list[str], cause: str, faults: list[Any], **options: Any) -> E
         cause: Where the report must show the time of the timed functions. It may be `work`.
         faults: Lists of a function, the seconds it sleeps, and whether it is timed.
         options: `ignore`, a pattern for what differs from run to run in stdout; `named_cuda`, the
-            library of tests/support/named_cuda.py.
+            library of tests/support/named_cuda.py; `launcher`, what starts Python for each rank;
+            `rank`, whose share counts.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        plain = run([sys.executable, *script], faults, folder / "plain", options)
-        command = [sys.executable, "-m", "tokenfeed", "stall", "--out", str(folder / "out")]
+        start, rank = [sys.executable, *options.get("launcher", ())], options.get("rank", 0)
+        fast = [[function, 0.0, is_timed] for function, _, is_timed in faults]
+        plain = run([*start, *script], fast, folder / "plain", options)
+        command = [*start, "-m", "tokenfeed", "stall", "--out", str(folder / "out")]
         watched = run([*command, *script], faults, folder / "stopwatch", options)
-        path, times = folder / "out/report.json", folder / "stopwatch.0.json"
+        path, times = folder / "out/report.json", folder / f"stopwatch.{rank}.json"
         ignored = options.get("ignore") or "$^"
         said = [re.sub(ignored, "", each.stdout) for each in (plain, watched)]
         found: Entry = {
             "exit codes": [plain.returncode, watched.returncode],
-            "same stdout": said[0] == said[1],
+            "same stdout": sorted(said[0].split("\n")) == sorted(said[1].split("\n"))
+            if options.get("launcher")  # ranks print in any order
+            else said[0] == said[1],
         }
         if not path.exists() or not times.exists():
             return found | {"failed": watched.stderr[-3000:], "plain": plain.stderr[-1000:]}
         report, stopwatch = json.loads(path.read_text())["stall"], json.loads(times.read_text())
-        share = share_of(report, cause)
+        own = folder / f"out/rank{rank}/report.json" if rank else path
+        share = share_of(json.loads(own.read_text())["stall"], cause)
         truth = share_of_stopwatch(stopwatch)
         causes = {
             name: round(part["fraction"], 4)

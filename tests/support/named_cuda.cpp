@@ -8,17 +8,26 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <cstdlib>
+
 namespace {
 
 constexpr auto CUDA = c10::DeviceType::CUDA;
 
+// One, or one for each rank of a launch by torchrun.
+c10::DeviceIndex device_count() {
+  const char* ranks = std::getenv("LOCAL_WORLD_SIZE");
+  return static_cast<c10::DeviceIndex>(ranks ? std::atoi(ranks) : 1);
+}
+
 struct NamedGuard final : c10::impl::NoOpDeviceGuardImpl<CUDA> {
   c10::Device getDevice() const override { return {CUDA, 0}; }
   c10::Device exchangeDevice(c10::Device) const override { return getDevice(); }
-  c10::Stream getStream(c10::Device) const noexcept override { return stream(); }
-  c10::Stream getDefaultStream(c10::Device) const override { return stream(); }
-  c10::Stream getNewStream(c10::Device, int) const override { return stream(); }
-  c10::Stream exchangeStream(c10::Stream) const noexcept override { return stream(); }
+  c10::Stream getStream(c10::Device device) const noexcept override { return stream(device); }
+  c10::Stream getDefaultStream(c10::Device device) const override { return stream(device); }
+  c10::Stream getNewStream(c10::Device device, int) const override { return stream(device); }
+  c10::Stream exchangeStream(c10::Stream last) const noexcept override { return last; }
+  c10::DeviceIndex deviceCount() const noexcept override { return device_count(); }
 
   // Autograd orders its streams by events. Here is one stream, whose work is done at once.
   void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
@@ -27,7 +36,7 @@ struct NamedGuard final : c10::impl::NoOpDeviceGuardImpl<CUDA> {
   void synchronizeEvent(void*) const override {}
 
  private:
-  static c10::Stream stream() { return c10::Stream(c10::Stream::DEFAULT, {CUDA, 0}); }
+  static c10::Stream stream(c10::Device device) { return c10::Stream(c10::Stream::DEFAULT, device); }
 };
 
 C10_REGISTER_GUARD_IMPL(CUDA, NamedGuard)
@@ -44,8 +53,8 @@ struct CUDAHooks final : CUDAHooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  int getNumGPUs() const override { return 1; }
-  DeviceIndex deviceCount() const override { return 1; }
+  int getNumGPUs() const override { return device_count(); }
+  DeviceIndex deviceCount() const override { return device_count(); }
   DeviceIndex current_device() const override { return 0; }
   DeviceIndex getCurrentDevice() const override { return 0; }
   Generator getNewGenerator(DeviceIndex) const override { return detail::createCPUGenerator(); }  // draws nothing

@@ -27,6 +27,9 @@ import xxhash
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _CAPABILITY = (9, 0)
 """Asked for at each call, so that a program may change it."""
+keeps_parameters = False
+"""Whether parameters that only change their device stay the same objects, which an optimizer may
+hold. Then no memory of the device is counted for them."""
 
 
 def why_not() -> str | None:
@@ -66,13 +69,53 @@ def begin(library: Path) -> ModuleType:
 
     for name, value in _runtime(torch).items():
         setattr(torch.cuda, name, value)
+        if "rng_state" in name:
+            setattr(torch.cuda.random, name, value)
     torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign,assignment]
     torch.nn.Module._apply = _apply  # type: ignore[method-assign,assignment]
+    _exchange_by_gloo(torch)
     from torch._subclasses import fake_tensor
 
     fake_tensor.init_gpu_context = lambda device: None
     fake_tensor.FakeTensorMode.avoid_device_init = property(lambda mode: True)  # type: ignore[assignment]
     return torch
+
+
+def _exchange_by_gloo(torch: ModuleType) -> None:
+    """Let ranks of a group of NCCL wait for each other, as they would to exchange gradients."""
+    dist = torch.distributed
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    class Group(dist.ProcessGroup):  # type: ignore[misc,name-defined]
+        def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+            super().__init__(rank, size)
+            self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+
+        def allreduce(self, tensors: Any, options: Any = None) -> Any:
+            with unset_fake_temporarily():
+                self._gloo.barrier().wait()
+            future = torch.futures.Future()
+            future.set_result(tensors)
+            return torch._C._distributed_c10d._create_work_from_future(future)
+
+        broadcast = allreduce
+
+        def barrier(self, options: Any = None) -> Any:
+            return self.allreduce([], options)
+
+        def getBackendName(self) -> str:
+            return "named"
+
+    def begin(backend: str | None = None, *words: Any, **options: Any) -> None:
+        start("named" if backend == "nccl" else backend, *words, **options)
+
+    dist.Backend.register_backend("named", Group, devices=["cpu", "cuda"])
+    start, dist.init_process_group = dist.init_process_group, begin
+    from torch.nn.parallel import distributed
+
+    distributed._verify_param_shape_across_processes = lambda *given: True
+    dist.Logger.set_runtime_stats_and_log = lambda logger: None  # it has a timer of CUDA's
+    dist.Reducer._rebuild_buckets = lambda reducer: False  # it sends values
 
 
 @contextlib.contextmanager
@@ -135,6 +178,10 @@ class _Stream:
         pass
 
 
+class _Device(contextlib.nullcontext[None]):
+    """The current device, in a `with` block."""
+
+
 def _runtime(torch: ModuleType) -> dict[str, Any]:
     """What torch.cuda has to say of one device."""
     properties = SimpleNamespace(
@@ -154,8 +201,8 @@ def _runtime(torch: ModuleType) -> dict[str, Any]:
         "cudart": lambda: runtime,
         "current_device": lambda: 0,
         "current_stream": lambda device=None: default_stream,
-        "device": lambda device: contextlib.nullcontext(),
-        "device_count": lambda: 1,
+        "device": _Device,
+        "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
         "get_device_capability": lambda device=None: _CAPABILITY,
         "get_device_name": lambda device=None: properties.name,
         "get_device_properties": lambda device=None: properties,
@@ -164,6 +211,7 @@ def _runtime(torch: ModuleType) -> dict[str, Any]:
         "is_bf16_supported": lambda including_emulation=True: _CAPABILITY >= (8, 0),
         "is_initialized": lambda: True,
         "manual_seed": lambda seed: None,
+        "set_device": lambda device: None,
         "set_rng_state": lambda state, device="cuda": None,
         "stream": lambda stream: contextlib.nullcontext(),
         "synchronize": lambda device=None: None,
@@ -182,7 +230,11 @@ def _apply(module: Any, function: Any, recurse: bool = True) -> Any:
     for part in module.modules() if recurse else (module,):
         for name, value in part._parameters.items():
             if value is not None and value not in moved:
-                moved[value] = torch.nn.Parameter(function(value.detach()), value.requires_grad)
+                new = function(value.detach())
+                if keeps_parameters and new.dtype == value.dtype and hasattr(value, "fake_device"):
+                    value.fake_device, moved[value] = new.device, value
+                else:
+                    moved[value] = torch.nn.Parameter(new, value.requires_grad)
             part._parameters[name] = moved.get(value)
         for name, value in part._buffers.items():
             part._buffers[name] = None if value is None else function(value)
@@ -199,6 +251,8 @@ def _answers() -> Any:
         ) -> Any:
             if function.name() == "aten::_local_scalar_dense":
                 return _one(args[0])
+            if function.name() == "aten::equal":
+                return True
             return function(*args, **(kwargs or {}))
 
     return Answers()
@@ -223,6 +277,12 @@ def _host_memory() -> Any:
             self, function: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             options = kwargs or {}
+            if function == torch.Tensor.pin_memory:
+                return args[0]
+            if function == torch.Tensor.data_ptr and isinstance(args[0], FakeTensor):
+                return args[0].untyped_storage()._cdata  # to tell whether two share it
+            if function == torch.Tensor.__format__ and isinstance(args[0], FakeTensor):
+                return format(args[0].item(), args[1])
             if function == torch.Tensor.numpy and isinstance(args[0], FakeTensor):
                 return np.ones(args[0].shape, str(args[0].dtype).removeprefix("torch."))
             if options.pop("pin_memory", False) or function == torch.Tensor.numpy:

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from tokenfeed.trainer.stall.traces import Tracer
 
 Phase = str
-"""The activity between two marks: a cause, `work`, `before`, `since` or `tracer`. `before` is the
-time on a CPU from the end of a step to the first forward pass. `since` is such time, but work since
-a moment. `tracer` belongs to nobody."""
+"""The activity between two marks: a cause, `work`, `before`, `since`, `maybe` or `tracer`. `before`
+is the time on a CPU from the end of a step to the first forward pass. `since` is such time, but
+work since a moment. `maybe` belongs to an evaluation that follows, or else to data. `tracer`
+belongs to nobody."""
 
 End = tuple[int, float, int, int, bool, Cause | None]
 """What ends a step: its number, size, tokens and slots, whether it is usable, and what to blame."""
@@ -228,6 +229,8 @@ class MarkChain:
                 if phase == "data" and self._is_beside_host and late > _LATE_SECONDS:
                     self._gaps["copy"] = self._gaps.get("copy", 0.0) + late
                     seconds -= late
+                if phase in ("data", "evaluation"):
+                    seconds += self._gaps.pop("maybe", 0.0)
                 self._gaps[phase] = self._gaps.get(phase, 0.0) + seconds
             self._resolved, self._resolved_at = mark, at
             if end is not None:
@@ -243,6 +246,8 @@ class MarkChain:
 
     def _complete(self, step: Step, *, is_seen: bool) -> None:
         """Fill in a step. `is_seen`: a forward pass ended the time `before`."""
+        if maybe := self._gaps.pop("maybe", 0.0):
+            self._gaps["data"] = self._gaps.get("data", 0.0) + maybe
         if self._is_beside_host:
             self._blame(step)
         else:  # the host itself does the work

@@ -53,8 +53,11 @@ CALLS: tuple[Call, ...] = (
     Call("torch.utils.tensorboard.writer", "SummaryWriter.add_scalar", "log"),
     Call("torch.utils.tensorboard.writer", "SummaryWriter.add_histogram", "log"),
     Call("tokenfeed.pipeline.feeding.delivery", "Pass.__next__", "data"),
+    Call("queue", "Queue.get", "other"),
+    Call("multiprocessing.queues", "Queue.get", "other"),
+    Call("concurrent.futures._base", "Future.result", "other"),
 )
-"""What the watch charges to a cause beside its own hooks."""
+"""What the watch charges to a cause beside its own hooks. `other` is data if it returns a batch."""
 
 
 _ended: "WeakKeyDictionary[Any, tuple[Any, bool]]" = WeakKeyDictionary()

@@ -54,8 +54,8 @@ class Run:
     """Index of the optimizer whose steps count."""
     loaders: dict[int, tuple[Loader, str]] = field(default_factory=dict)
     """The loaders of the script and the trainers that made them, by the id of their data set."""
-    loader: tuple[Loader, str] | None = None
-    """The loader of the training batches, and the trainer that made it."""
+    trained_on: int = 0
+    """The id of the data set of the latest step."""
     children: int = 0
     """Processes that `mp.spawn` started."""
     parts: defaultdict[Cause, float] = field(default_factory=lambda: defaultdict(float))
@@ -181,14 +181,17 @@ class Run:
             if sites := self.sites.get(cause):
                 site = max(sites, key=sites.__getitem__)
                 found[cause] = _remedy(cause, verb, site)
-        if self.loader is not None and report.steps:
-            loader, trainer = self.loader
+        if self.trained_on in self.loaders and report.steps:
+            loader, trainer = self.loaders[self.trained_on]
             setting = FRAMEWORKS.get(trainer, {}).get("data", "")
             needed = workers_needed(loader.num_workers or 0, report.causes["data"].fraction)
             text = f"set `num_workers={needed}` in your {loader.name}"
             if setting:
                 text = f"{setting.replace('raise', 'set')} to {needed}"
             found["data"] = workers_remedy(text, needed, loader.place)
+        elif sites := self.sites.get("data"):
+            place = max(sites, key=sites.__getitem__).places[0]
+            found["data"] = f"make batches in more threads or workers than now ({place})"
         if self.lines:
             first = Place(self.lines[0].file, self.lines[0].line)
             found["other"] = f"look at {first}, or let a worker do what it does"

@@ -153,7 +153,9 @@ class Watch:
         self._trained: weakref.WeakKeyDictionary[Any, _Optimizer] = weakref.WeakKeyDictionary()
         self._calls_since_update = self._tokens = self._slots = 0
         self._training: Any = None
-        """The data set of the training batches."""
+        """The data set of the latest batch outside of an evaluation."""
+        self._trained_on: set[int] = set()
+        """The ids of the data sets of the latest batches before a step."""
         self._fetching: Callable[[], Any] = _nothing
         """A weak reference to the iterator of the latest batch."""
         self._iterator: Callable[[], Any] = _nothing
@@ -263,9 +265,10 @@ class Watch:
             if watch.thread != get_ident():
                 return fetch(iterator)
             try:
+                phase = "data" if watch._iterator() is iterator else watch._phase_of(iterator)
                 block.outer = outer = meter.phase
                 block.began = began = meter.end_segment(outer)
-                meter.phase, watch._inside = "data", block
+                meter.phase, watch._inside = phase, block
             except Exception as error:
                 watch._failed(error)
             try:
@@ -275,7 +278,7 @@ class Watch:
                 raise
             try:
                 if watch._inside is block:
-                    ended = meter.end_segment("data")
+                    ended = meter.end_segment(phase)
                     meter.phase, watch._inside = outer, None
                     watch.run.known += ended - began
                 if type(batch) is not watch._plain or watch._fetching() is not iterator:
@@ -354,18 +357,28 @@ class Watch:
         def run(*args: Any, **kwargs: Any) -> Any:
             if cause == "checkpoint" and self._ideal:
                 return None  # the run is thrown away
-            block = self.enter(cause)
+            if cause == "other" and self.thread is None:
+                return call(*args, **kwargs)  # in a thread that perhaps does not train
+            block = self.enter(cause, args[0] if args else None)
             try:
-                return call(*args, **kwargs)
+                result = call(*args, **kwargs)
+                if cause == "other" and block is not None and _is_batch(result):
+                    block.cause = block.meter.phase = "data"
+                return result
             finally:
                 self.leave(block)
 
         return run
 
     @_guarded
-    def enter(self, cause: Cause) -> "_Block | None":
+    def enter(self, cause: Cause, owner: Any = None) -> "_Block | None":
         """Begin a block. The outermost one counts: what an evaluation fetches is evaluation. But
-        scripts often save before `train()` ends the evaluation."""
+        scripts often save before `train()` ends the evaluation.
+
+        Args:
+            cause: The cause of the block.
+            owner: The object whose method runs, perhaps a DataLoader that starts its workers.
+        """
         is_pause = self._evaluation is not None and self._inside is self._evaluation
         if is_pause and cause == "checkpoint":
             self.leave(self._evaluation)
@@ -373,9 +386,17 @@ class Watch:
             return None
         site = None if cause == "data" else site_of(sys._getframe(2))
         meter = self._meter
-        outer = meter.enter(cause) if meter is not None else None
+        phase = self._phase_of(owner) if cause == "data" else cause
+        outer = meter.begin(phase) if meter is not None else None
         self._inside = _Block(cause, meter, outer, time.perf_counter(), site, is_pause)
         return self._inside
+
+    def _phase_of(self, loader: Any) -> str:
+        """Return the phase of a fetch. The first batch of an evaluation may be fetched before
+        `eval()`. No step was trained on a batch of its data set."""
+        source = getattr(loader, "_dataset", getattr(loader, "dataset", None))
+        is_known = source is None or not self._trained_on or id(source) in self._trained_on
+        return "data" if is_known else "maybe"
 
     @_guarded
     def leave(self, block: "_Block | None") -> None:
@@ -518,7 +539,6 @@ class Watch:
         self._fetching = weakref.ref(iterator)
         if source is not self._training:
             self._training = source
-            self.run.loader = self.run.loaders.get(id(source))
         if isinstance(batch, Mapping):
             self._count_tokens(batch.get("input_ids"), batch.get("attention_mask"))
         else:
@@ -563,6 +583,9 @@ class Watch:
             self._meter.knows_padding = True
         run.last = self._meter.end_step(tokens, slots, slots or 1.0)
         self._iterator, run.known_before = self._fetching, run.known
+        if self._training is not None:
+            run.trained_on = id(self._training)
+            self._trained_on.add(run.trained_on)
         run.steps += 1
         if run.parts:
             run.parts.clear()
@@ -605,6 +628,13 @@ class Watch:
                 with contextlib.suppress(Exception):
                     stream.flush()
             os._exit(self.exit_code(0))
+
+
+def _is_batch(value: Any) -> bool:
+    """Return whether a value contains tensors or arrays."""
+    parts = value.values() if isinstance(value, Mapping) else value
+    is_group = isinstance(value, Mapping | list | tuple)
+    return any(hasattr(each, "dtype") for each in (parts if is_group else [value]))
 
 
 def _is_nested(optimizer: Any, frame: FrameType) -> bool:
