@@ -154,6 +154,8 @@ _NOTES = {
     "joined_parts": "{:,} contents whose parts were joined, because the template takes texts",
     "text_arguments": "{:,} calls whose arguments are a text, which the template writes as JSON "
     "again: give objects",
+    "null_arguments": "{:,} calls with null arguments, which a table may have added",
+    "empty_answers": "{:,} empty messages of the assistant: at most a stop token is learnt",
     "unproved": "{:,} conversations whose other roles are unknown (kind template)",
 }
 """What the counts of a manifest say."""

@@ -23,6 +23,7 @@ from tokenfeed.tools.encoding.chat_messages import (
     TOO_DEEP,
     UNREAD_KEY,
     Conversation,
+    Message,
     conversation_of,
     is_learnt,
     truth,
@@ -389,6 +390,8 @@ def _notes(
     if conversation.tools and not template.reads_tools:
         notes["unread_tools"] = 1
     for message in conversation.messages:
+        if message["role"] == "assistant":
+            notes["empty_answers"] += _is_empty(message)
         if len(message) == 2 and "content" in message:
             continue
         for key in template.unread_keys(message):
@@ -402,7 +405,16 @@ def _notes(
             given = function.get("arguments") if isinstance(function, dict) else None
             if isinstance(given, str) and given:
                 notes["text_arguments"] += to_json(given) in rendered.text
+            if isinstance(given, dict):
+                notes["null_arguments"] += None in given.values()
     return notes
+
+
+def _is_empty(message: Message) -> bool:
+    """Return whether a message has no text but white space, no call and no thinking."""
+    content = message.get("content") or ""
+    said = [content] if isinstance(content, str) else [part["text"] for part in content]
+    return not (any(map(str.strip, said)) or message.get("tool_calls") or "thinking" in message)
 
 
 def _json_of(record: list[Any]) -> bytes:

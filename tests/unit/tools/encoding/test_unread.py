@@ -667,3 +667,12 @@ def test_many_unknown_tokens_are_a_warning(tmp_path: Path, model: Path) -> None:
         (tmp_path / text).mkdir()
         done = run([{"text": text}], tmp_path / text, folder, task="lm")[2]
         assert (f"warning: 50% {said}" in done.stderr) == is_said
+
+
+def test_empty_answers_and_null_arguments_are_counted(tmp_path: Path, model: Path) -> None:
+    call_ = {"function": {"name": "f", "arguments": {"city": "x", "day": None}}}
+    records = [{"messages": [user("q"), answer(text)]} for text in ("", " \n", "a")]
+    records.append({"messages": [user("q"), answer("", tool_calls=[call_])]})
+    _, _, done = run(records, tmp_path, model)
+    assert "1 calls with null arguments" in done.stdout
+    assert "2 empty messages of the assistant" in done.stdout
