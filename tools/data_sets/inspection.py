@@ -155,7 +155,7 @@ _NOTES = {
     "text_arguments": "{:,} calls whose arguments are a text, which the template writes as JSON "
     "again: give objects",
     "null_arguments": "{:,} calls with null arguments, which a table may have added",
-    "empty_answers": "{:,} empty messages of the assistant: at most a stop token is learnt",
+    "empty_answers": "{:,} messages of the assistant with no text but white space",
     "unproved": "{:,} conversations whose other roles are unknown (kind template)",
 }
 """What the counts of a manifest say."""

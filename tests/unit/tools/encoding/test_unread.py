@@ -675,4 +675,4 @@ def test_empty_answers_and_null_arguments_are_counted(tmp_path: Path, model: Pat
     records.append({"messages": [user("q"), answer("", tool_calls=[call_])]})
     _, _, done = run(records, tmp_path, model)
     assert "1 calls with null arguments" in done.stdout
-    assert "2 empty messages of the assistant" in done.stdout
+    assert "2 messages of the assistant with no text but white space" in done.stdout
