@@ -7,11 +7,13 @@ If a file is damaged, the records after the damage are lost, and one reject is l
 compressed file, the records after the last verified byte are lost.
 """
 
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain, groupby
 
 from tokenfeed.pipeline.remote.retrying import few_threads, results_of
@@ -19,7 +21,7 @@ from tokenfeed.tools.corpus.blocks import DAMAGE, READ_ERRORS, damage_reason
 from tokenfeed.tools.corpus.field_paths import columns_of, computed, is_formula
 from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.input_files import FilePart, Format, InputFile
-from tokenfeed.tools.corpus.locations import RemoteFile
+from tokenfeed.tools.corpus.locations import Location, RemoteFile
 from tokenfeed.tools.corpus.records import FieldKind, Fields, Records, rejected
 
 SMALLEST_SHARD_BYTES, LARGEST_SHARD_BYTES = 8_000_000, 256_000_000
@@ -28,6 +30,8 @@ _CONVERT = (
     ". Give --encoding NAME if all such files have the encoding NAME, like cp1252 or gb18030, or "
     "convert the file: iconv -f NAME -t utf-8"
 )
+_PACKED = {b"\x1f\x8b": ".gz", b"(\xb5/\xfd": ".zst", b"BZh": ".bz2", b"\xfd7zXZ\0": ".xz"}
+"""How compressed files begin, and their endings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,7 +148,18 @@ def read_records(part: FilePart, fields: Fields, *, in_one_pass: bool = False) -
 def with_remedy(reason: str, source: InputFile) -> str:
     """Return the reason for a reject, and what to do if text is not UTF-8."""
     is_other = "invalid UTF-8" in reason and FORMATS[source.format].is_text and not source.encoding
+    if is_other and (ending := _ending_of_packed(source.path)):
+        return f"{reason}. The file is compressed: let its name end in {ending}"
     return reason + _CONVERT * is_other
+
+
+@lru_cache(64)
+def _ending_of_packed(path: Location) -> str:
+    """Return the ending that a compressed file on this machine should have; else empty."""
+    with suppress(OSError), open(path if isinstance(path, str) else os.devnull, "rb") as file:
+        beginning = file.read(6)
+        return next((each for magic, each in _PACKED.items() if beginning.startswith(magic)), "")
+    return ""
 
 
 def fetched_ahead(parts: Iterable[FilePart]) -> Iterator[FilePart]:

@@ -137,12 +137,15 @@ def test_text_that_is_not_utf8_is_rejected_with_a_remedy(tmp_path: Path, tokeniz
     (corpus / "b.txt").write_bytes("Käse".encode("latin-1"))
     (corpus / "c.jsonl").write_bytes('{"text": "Käse"}\n'.encode("latin-1"))
     (corpus / "d.txt").write_bytes("cut short".encode("utf-16")[:-1])
-    assert make(corpus, tmp_path / "out", tokenizer).rejected == 3
+    (corpus / "e.jsonl").write_bytes(gzip.compress(b'{"text": "a"}'))
+    assert make(corpus, tmp_path / "out", tokenizer).rejected == 4
     lines = map(json.loads, (tmp_path / "out" / "rejects.jsonl").read_text().splitlines())
     reasons = {Path(line["file"]).name: line["reason"] for line in lines}
     for name in ("b.txt", "c.jsonl"):
         assert "Give --encoding NAME if all such files have the encoding NAME" in reasons[name]
     assert "utf-16" in reasons["d.txt"]
+    assert "The file is compressed: let its name end in .gz" in reasons["e.jsonl"]
+    (corpus / "e.jsonl").unlink()
     again = make(corpus, tmp_path / "latin", tokenizer, encoding="latin-1")
     assert (again.documents, again.rejected) == (3, 1)
     message = error_of(corpus, tmp_path / "wrong", "--encoding", "latin-99", expect=2)
