@@ -53,6 +53,14 @@ def without_secrets(text: str) -> str:
     return _IN_TEXT.sub(lambda found: public(found[0]), text) if ":/" in text else text
 
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """Return a text with U+FFFD in place of the control characters that a terminal would obey."""
+    return _CONTROL.sub("\ufffd", text)
+
+
 _LEAST_WIDTH = 9
 """Columns before the values, unless a name needs more."""
 
@@ -72,7 +80,7 @@ def facts(values: Mapping[str, str]) -> str:
     width = max([_LEAST_WIDTH, *(len(name) + 1 for name in shown)])
     indent = "\n" + " " * width
     return "\n".join(
-        name.ljust(width) + value.replace("\n", indent) for name, value in shown.items()
+        name.ljust(width) + printable(value).replace("\n", indent) for name, value in shown.items()
     )
 
 

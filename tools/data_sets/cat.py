@@ -26,6 +26,7 @@ from tokenfeed.pipeline.format.schema import (
 )
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.store import Store, open_store
+from tokenfeed.pipeline.text import printable
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.shell.command_line import WholeNumber, text
 from tokenfeed.tools.shell.console import print_json
@@ -70,8 +71,8 @@ class Cat:
             if self.json:
                 print_json(row)
             else:
-                print(_heading(row, _targets(manifest, "row")))
-                print(_marked_text(row["parts"]) if "parts" in row else row["text"])
+                print(_shown(_heading(row, _targets(manifest, "row"))))
+                print(_marked_text(row["parts"]) if "parts" in row else _shown(row["text"]))
                 for name in _targets(manifest, "token"):
                     tagged = zip(row["pieces"], row[name], strict=True)
                     print(" ".join(f"{piece}/{tag}" for piece, tag in tagged if tag is not None))
@@ -138,7 +139,13 @@ def _parts(
 def _marked_text(parts: list[tuple[bool, str]]) -> str:
     """Return the text of a row with its targets marked."""
     begin, end = ("\x1b[1;32m", "\x1b[0m") if sys.stdout.isatty() else ("[[", "]]")
-    return "".join(f"{begin}{part}{end}" if is_target else part for is_target, part in parts)
+    shown = ((is_target, _shown(part)) for is_target, part in parts)
+    return "".join(f"{begin}{part}{end}" if is_target else part for is_target, part in shown)
+
+
+def _shown(text: str) -> str:
+    """Return a text that a terminal may print. In pipes, it is unchanged."""
+    return printable(text) if sys.stdout.isatty() else text
 
 
 def _values(rows: Rows, manifest: Manifest, tokenizer: TextTokenizer) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
-from tokenfeed.pipeline.text import without_secrets
+from tokenfeed.pipeline.text import printable, without_secrets
 
 _FAILED, _USAGE, _PIPE_CLOSED, _BY_SIGNAL = 1, 2, 141, 128
 _NO_ROOM = ("failed to map segment", "cannot allocate memory", "Cannot allocate memory")
@@ -144,7 +144,7 @@ def _out_of_memory(error: Exception) -> str:
 def _say(line: str, code: int) -> int:
     global _said
     _said = True
-    print(without_secrets(" ".join(line.split("\n"))), file=sys.stderr)
+    print(printable(without_secrets(" ".join(line.split("\n")))), file=sys.stderr)
     return code
 
 
@@ -152,7 +152,7 @@ class _Formatter(logging.Formatter):
     """Print information as it is, and warnings and errors after their level."""
 
     def format(self, record: logging.LogRecord) -> str:
-        message = without_secrets(super().format(record))
+        message = printable(without_secrets(super().format(record)))
         if record.levelno <= logging.INFO:
             return message
         return f"{record.levelname.lower()}: {message}"

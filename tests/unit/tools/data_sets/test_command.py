@@ -1,6 +1,7 @@
 """`shards inspect|verify|cat`: what is inside, whether it is whole, and what it says."""
 
 import dataclasses
+import io
 import json
 import shutil
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer, models
 
 from tokenfeed.pipeline.format.manifest import FileInfo, Manifest
 from tokenfeed.pipeline.format.storage import file_xxh3
+from tokenfeed.tools import pretokenize
 from tokenfeed.tools.data_sets.cat import Cat
 from tokenfeed.tools.data_sets.verify import Verify, find_problems
 from tokenfeed.tools.shards import main
@@ -222,3 +224,23 @@ def test_damage_in_a_store_is_named_as_the_store_names_it(
         assert problem in said
     said = shards("cat", "memory://data", expect=1)
     assert "memory://data/tokenizer.json: cannot be read: No such file. Restore it." in said
+
+
+def test_control_characters_of_a_corpus_do_not_reach_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a\x1b[31m.jsonl").write_text('{"text": "x\\u001b[2Jy"}\n{"text": 1}\n')
+    out = tmp_path / "out"
+    done = call(pretokenize.main, folder, out, "--vocab-size", 257, "--validation", 0)
+    assert "a\ufffd[31m.jsonl, record 1" in done.stdout
+    assert "\x1b" not in done.stdout + done.stderr
+    assert "x\x1b[2Jy" in shards("cat", out)
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr("support.commands.io.StringIO", Terminal)
+    assert "x\ufffd[2Jy" in shards("cat", out)
