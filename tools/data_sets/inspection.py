@@ -122,11 +122,12 @@ def _facts(manifest: Manifest) -> dict[str, str]:
     tokens = max(sum(split.tokens for split in manifest.splits.values()), 1)
     num_bytes = sum(shard.bytes for split in manifest.splits.values() for shard in split.shards)
     end = "no end token" if tokenizer.end_id is None else f"end id {tokenizer.end_id}"
-    labels = manifest.label_names
+    names = manifest.label_names
+    labels = ", ".join(names[:_SHOWN_LABELS]) + ", ..." * (len(names) > _SHOWN_LABELS)
     columns = shard_schema(tokenizer.vocabulary_size, manifest.columns).names
     return {
         "task": f"{manifest.task}, columns {', '.join(columns)}",
-        "labels": f"{len(labels):,}: {', '.join(labels)}" if labels else "none",
+        "labels": f"{len(names):,}: {labels}" if names else "none",
         **_conversations(manifest.counts or {}),
         "not read": unread(manifest),
         "tokenizer": f"{tokenizer.vocabulary_size:,} ids, {end}, pad id {tokenizer.pad_id}",
@@ -167,6 +168,7 @@ _UNREAD = {
     "unread_systems": "system: beside another system message ({:,} conversations)",
     "weights": "weights other than 0 and 1 ({:,} messages; see --keep)",
 }
+_SHOWN_LABELS = 100
 _SHOWN_NAMES = 12
 """Fields, and keys of messages, that a line shows."""
 

@@ -676,3 +676,10 @@ def test_empty_answers_and_null_arguments_are_counted(tmp_path: Path, model: Pat
     _, _, done = run(records, tmp_path, model)
     assert "1 calls with null arguments" in done.stdout
     assert "2 messages of the assistant with no text but white space" in done.stdout
+
+
+def test_a_long_list_of_labels_is_cut(tmp_path: Path, model: Path) -> None:
+    records = [{"text": "a", "label": label} for label in (0, 300)]
+    _, _, done = run(records, tmp_path, model, task="classify")
+    assert "301: 0, 1, 2, " in done.stdout
+    assert "98, 99, ...\n" in done.stdout
