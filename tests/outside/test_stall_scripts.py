@@ -189,7 +189,7 @@ DEVICE_SCRIPTS: dict[str, Case] = {
         "    model.train(); step(*next(batches))\n",
         "evaluation",
         [[FETCH, 0.1, False], ["__main__.evaluate", 0.0, True], ["__main__.validate", 0.0, True]],
-        ("than every 7 steps (train.py:", "21 steps of AdamW"),
+        ("less often than every 7 steps, or on fewer", "21 steps of AdamW"),
     ),
     "two optimizers and accumulation": (
         "for number, (x, y) in enumerate(rows(128), 1):\n"

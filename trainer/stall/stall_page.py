@@ -15,18 +15,9 @@ from tokenfeed.trainer.stall.stall_report import (
     Sample,
     StallReport,
     gain_words,
-    headline,
-    inside_line,
-    late_rank,
     main_of,
-    not_measured,
-    run_line,
     share_of,
     short,
-    shown_causes,
-    slowest_line,
-    stall_share,
-    waited_by,
 )
 
 if TYPE_CHECKING:
@@ -66,9 +57,8 @@ def render_page(
             report=report,
             stall=stall,
             cards=stall_cards(stall) if cards is None else cards,
-            facts={"run": run_line(stall), "inside": inside_line(stall)},
+            facts={"run": stall.run_line, "inside": stall.inside_line},
             ranks=[rank for rank in stall.ranks if rank.steps],
-            late=late_rank(stall),
             plots=[plot for plot in plots if plot.series],
             samples=samples,
             lengths=lengths,
@@ -115,7 +105,7 @@ def stall_cards(stall: StallReport) -> dict[str, str]:
     """Return the figures of a stall report, by name, as the page shows them."""
     speed = stall.real_tokens_per_s
     return {
-        "stall": stall_share(stall),
+        "stall": stall.stall_share,
         "real tokens a second": "" if speed is None else f"{speed:,.0f}",
         "padding": share_of(stall.padding),
         "MFU": share_of(stall.mfu),
@@ -137,21 +127,7 @@ def page_templates() -> "Environment":
         keep_trailing_newline=True,
     )
     made.filters |= {"format_as": format, "sentence": _sentence, "code": _code, "short": short}
-    made.globals |= {
-        "about": ABOUT,
-        **{
-            function.__name__: function
-            for function in (
-                shown_causes,
-                gain_words,
-                headline,
-                main_of,
-                not_measured,
-                slowest_line,
-                waited_by,
-            )
-        },
-    }
+    made.globals |= {"about": ABOUT, "gain_words": gain_words, "main_of": main_of}
     return made
 
 

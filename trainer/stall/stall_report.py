@@ -192,10 +192,10 @@ class StallReport:
                 "reason": self.reason,
                 "next": self.next_step,
                 **before,
-                "run": run_line(self),
-                "stall": "\n".join([headline(self), *cause_table(self)]),
-                "inside": inside_line(self),
-                "ranks": "\n".join(rank_table(self)),
+                "run": self.run_line,
+                "stall": "\n".join([self.headline, *self._cause_table()]),
+                "inside": self.inside_line,
+                "ranks": "\n".join(self.rank_table()),
                 "advice": "\n".join([*advice, *more_advice]),
                 **after,
             }
@@ -205,6 +205,138 @@ class StallReport:
     def step_seconds(self) -> float | None:
         """Seconds per measured step; None without one."""
         return self.seconds / self.steps if self.steps else None
+
+    @property
+    def run_line(self) -> str:
+        """Describe the whole run: before the first step, measured, warm-up, after the last step."""
+        if (run := self.run) is None:
+            return ""
+        parts = [f"{run.before:,.1f} s to the end of the first step"] if self.queued_steps else []
+        if self.queued_steps and run.warmup >= 0.05:
+            parts.append(f"{run.warmup:,.1f} s of warm-up")
+        if self.steps:
+            parts.append(f"{self.seconds:,.1f} s of {count_of(self.steps, 'measured step')}")
+        if self.queued_steps:
+            ends = [f"{c} {part:,.1f}" for c, part in run.after_by_cause.items() if part > 0.05]
+            last = f" ({', '.join(ends)})" * bool(ends)
+            parts.append(f"{run.after:,.1f} s after the last{last}")
+        line = f"{run.total:,.1f} s" + " so far" * (not run.finished)
+        return ": ".join(filter(None, [line, ", ".join(parts)]))
+
+    @property
+    def headline(self) -> str:
+        """Return the stall in a line."""
+        if self.stall is None:
+            return self.not_measured
+        ends = [share_of(end) for end in self.interval or ()]
+        bar = f" [{', '.join(ends)}]" if len({*ends}) > 1 else ""  # times of a CPU are exact
+        line = f"{self.stall_share}{bar} of {self.seconds:,.1f} s"
+        line += f" {'of GPU time' if self.on_gpu else 'on the CPU'}, {count_of(self.steps, 'step')}"
+        if self.world_size > 1:
+            line += f", rank {self.rank} of {self.world_size}"
+        evaluation = self.causes.get("evaluation")
+        if evaluation and evaluation.fraction >= _SHOWN_FROM:  # the device computes meanwhile
+            line += f"; without evaluation {max(0.0, self.stall - evaluation.fraction):.2%}"
+        return line
+
+    @property
+    def inside_line(self) -> str:
+        """Return why the idle time inside the work is unknown; empty if it is known."""
+        if not self.unmeasured or not self.steps:
+            return ""
+        most = "" if self.at_most is None else f". With it, the stall is at most {self.at_most:.1%}"
+        return f"not measured: {self.unmeasured}{most}"
+
+    @property
+    def not_measured(self) -> str:
+        """Return why the stall is unknown."""
+        if self.unmeasured:
+            return f"not measured: {self.unmeasured}"
+        if not self.queued_steps:
+            return "not measured: no step has ended"
+        return f"not measured: {count_of(self.queued_steps, 'step')} so far, all of them warm-up"
+
+    @property
+    def shown_causes(self) -> dict[Cause, CauseReport]:
+        """Return the causes that are large enough to show in a table, largest first."""
+        shown: list[Cause] = [c for c, part in self.causes.items() if part.fraction >= _SHOWN_FROM]
+        shown.sort(key=lambda cause: -self.causes[cause].fraction)
+        return {cause: self.causes[cause] for cause in shown}
+
+    @property
+    def late_rank(self) -> SlowestRank | None:
+        """Return the slowest rank; None if the other ranks hardly wait for it."""
+        slowest = self.slowest_rank
+        return slowest if slowest is not None and slowest.is_late else None
+
+    @property
+    def waited_for(self) -> SlowestRank | None:
+        """The late rank, unless it is the rank of this report."""
+        return self.late_rank if self.late_rank and self.late_rank.rank != self.rank else None
+
+    @property
+    def slowest_line(self) -> str:
+        """Describe the rank that the others wait for, and why."""
+        if self.slowest_rank is None:
+            return "the slowest rank is not known: some rank has not measured a step yet"
+        late = self.late_rank
+        if late is None:
+            return "no rank keeps the others waiting for more than 3% of a step"
+        line = (
+            f"rank {late.rank} keeps the others waiting: {late.cause}, {short(late.step_seconds)} "
+            f"a step more than the median rank ({late.cost:.1%} of a step)"
+        )
+        if late.hidden_seconds >= 0.1 * late.step_seconds:
+            others = [each.rank for each in self.ranks if each.rank != late.rank]
+            whose = f"rank {others[0]}'s work" if len(others) == 1 else "the work of the others"
+            line += f"; {whose} contains about {short(late.hidden_seconds)} of waiting a step"
+        return line
+
+    def waited_by(self, rank: RankStall) -> str:
+        """Return how long a rank waited for others; "in work" if most of it is hidden there."""
+        late = self.late_rank
+        if late and late.rank != rank.rank and late.hidden_seconds > 0.5 * late.step_seconds:
+            return "in work"
+        return short(rank.waited_seconds)
+
+    @property
+    def stall_share(self) -> str:
+        """Return the stall in percent; empty if it was not measured."""
+        return f"{'at least ' * bool(self.unmeasured)}{share_of(self.stall)}"
+
+    def _cause_table(self) -> list[str]:
+        """Return the causes and the work as lines of text; empty if no cause shows."""
+        causes = self.shown_causes
+        if self.stall is None or not causes:
+            return []
+        work = 1 - self.stall
+        rows = [(name, part.fraction, part.seconds) for name, part in causes.items()]
+        return [
+            _row("", "share", "seconds", "a step"),
+            *(
+                _row(name, f"{share:.2%}", f"{seconds:,.2f}", short(seconds / max(1, self.steps)))
+                for name, share, seconds in [*rows, ("work", work, work * self.seconds)]
+            ),
+        ]
+
+    def rank_table(self) -> list[str]:
+        """Return the late rank and why, then a line for each rank, slowest first."""
+        ranks = [each for each in self.ranks if each.steps]
+        if not ranks:
+            return []
+        first = self.late_rank.rank if self.late_rank else -1
+        ranks.sort(key=lambda each: (each.rank != first, each.waited_seconds))
+        shown, left = ranks[:_MOST_RANKS], len(ranks[_MOST_RANKS:])
+        return [
+            self.slowest_line,
+            _row("", "stall", "waited") + "  most of its own",
+            *(
+                _row(f"rank {each.rank}", f"{each.fraction:.2%}", self.waited_by(each))
+                + f"  {main_of(each)}"
+                for each in shown
+            ),
+            *([f"and {left} more, which waited longer"] if left else []),
+        ]
 
     def write(self, folder: Path | str) -> Path:
         """Write report.json and report.html into a folder, each atomically.
@@ -232,14 +364,6 @@ _MOST_RANKS = 8
 """Most ranks in the table of the text. The page has all."""
 
 
-def inside_line(report: StallReport) -> str:
-    """Return why the idle time inside the work is unknown; empty if it is known."""
-    if not report.unmeasured or not report.steps:
-        return ""
-    most = "" if report.at_most is None else f". With it, the stall is at most {report.at_most:.1%}"
-    return f"not measured: {report.unmeasured}{most}"
-
-
 def speed_parts(report: StallReport, padding: float | None) -> list[str]:
     """Return tokens per second, padding and MFU, as far as they are known."""
     parts = []
@@ -261,134 +385,13 @@ def gain_words(gain: float | None) -> str:
     return f"up to {gain:.1%} faster"
 
 
-def run_line(report: StallReport) -> str:
-    """Describe the whole run: before the first step, measured, warm-up, after the last step."""
-    if (run := report.run) is None:
-        return ""
-    parts = [f"{run.before:,.1f} s to the end of the first step"] if report.queued_steps else []
-    if report.queued_steps and run.warmup >= 0.05:
-        parts.append(f"{run.warmup:,.1f} s of warm-up")
-    if report.steps:
-        parts.append(f"{report.seconds:,.1f} s of {count_of(report.steps, 'measured step')}")
-    if report.queued_steps:
-        ends = [f"{cause} {part:,.1f}" for cause, part in run.after_by_cause.items() if part > 0.05]
-        parts.append(f"{run.after:,.1f} s after the last" + f" ({', '.join(ends)})" * bool(ends))
-    line = f"{run.total:,.1f} s" + " so far" * (not run.finished)
-    return ": ".join(filter(None, [line, ", ".join(parts)]))
-
-
-def headline(report: StallReport) -> str:
-    """Return the stall in a line."""
-    if report.stall is None:
-        return not_measured(report)
-    ends = [share_of(end) for end in report.interval or ()]
-    bar = f" [{', '.join(ends)}]" if len({*ends}) > 1 else ""  # times of a CPU are exact
-    line = f"{stall_share(report)}{bar} of {report.seconds:,.1f} s"
-    line += f" {'of GPU time' if report.on_gpu else 'on the CPU'}, {count_of(report.steps, 'step')}"
-    if report.world_size > 1:
-        line += f", rank {report.rank} of {report.world_size}"
-    evaluation = report.causes.get("evaluation")
-    if evaluation and evaluation.fraction >= _SHOWN_FROM:  # the device computes meanwhile
-        line += f"; without evaluation {max(0.0, report.stall - evaluation.fraction):.2%}"
-    return line
-
-
-def not_measured(report: StallReport) -> str:
-    """Return why the stall is unknown."""
-    if report.unmeasured:
-        return f"not measured: {report.unmeasured}"
-    if not report.queued_steps:
-        return "not measured: no step has ended"
-    return f"not measured: {count_of(report.queued_steps, 'step')} so far, all of them warm-up"
-
-
-def stall_share(report: StallReport) -> str:
-    """Return the stall in percent; empty if it was not measured."""
-    return f"{'at least ' * bool(report.unmeasured)}{share_of(report.stall)}"
-
-
 def share_of(value: float | None) -> str:
     """Return a share in percent; empty if it was not measured."""
     return "" if value is None else f"{value:.2%}"
 
 
-def shown_causes(report: StallReport) -> dict[Cause, CauseReport]:
-    """Return the causes that are large enough to show in a table, largest first."""
-    shown: list[Cause] = [c for c, part in report.causes.items() if part.fraction >= _SHOWN_FROM]
-    shown.sort(key=lambda cause: -report.causes[cause].fraction)
-    return {cause: report.causes[cause] for cause in shown}
-
-
-def cause_table(report: StallReport) -> list[str]:
-    """Return the causes and the work as lines of text; empty if no cause shows."""
-    causes = shown_causes(report)
-    if report.stall is None or not causes:
-        return []
-    work = 1 - report.stall
-    rows = [(name, part.fraction, part.seconds) for name, part in causes.items()]
-    return [
-        _row("", "share", "seconds", "a step"),
-        *(
-            _row(name, f"{share:.2%}", f"{seconds:,.2f}", short(seconds / max(1, report.steps)))
-            for name, share, seconds in [*rows, ("work", work, work * report.seconds)]
-        ),
-    ]
-
-
 def _row(name: str, *cells: str) -> str:
     return f"{name:<{_NAME}}{''.join(f'{cell:>{_COLUMN}}' for cell in cells)}"
-
-
-def rank_table(report: StallReport) -> list[str]:
-    """Return the late rank and why, then a line for each rank, slowest first."""
-    ranks = [each for each in report.ranks if each.steps]
-    if not ranks:
-        return []
-    late = late_rank(report)
-    first = late.rank if late else -1
-    shown = sorted(ranks, key=lambda each: (each.rank != first, each.waited_seconds))[:_MOST_RANKS]
-    left = len(ranks) - len(shown)
-    return [
-        slowest_line(report),
-        _row("", "stall", "waited") + "  most of its own",
-        *(
-            _row(f"rank {each.rank}", f"{each.fraction:.2%}", waited_by(each, late))
-            + f"  {main_of(each)}"
-            for each in shown
-        ),
-        *([f"and {left} more, which waited longer"] if left else []),
-    ]
-
-
-def slowest_line(report: StallReport) -> str:
-    """Describe the rank that the others wait for, and why."""
-    if report.slowest_rank is None:
-        return "the slowest rank is not known: some rank has not measured a step yet"
-    late = late_rank(report)
-    if late is None:
-        return "no rank keeps the others waiting for more than 3% of a step"
-    line = (
-        f"rank {late.rank} keeps the others waiting: {late.cause}, {short(late.step_seconds)} a "
-        f"step more than the median rank ({late.cost:.1%} of a step)"
-    )
-    if late.hidden_seconds >= 0.1 * late.step_seconds:
-        others = [each.rank for each in report.ranks if each.rank != late.rank]
-        whose = f"rank {others[0]}'s work" if len(others) == 1 else "the work of the others"
-        line += f"; {whose} contains about {short(late.hidden_seconds)} of waiting a step"
-    return line
-
-
-def waited_by(rank: RankStall, late: SlowestRank | None) -> str:
-    """Return how long a rank waited for others; "in work" if most of it is hidden in its work."""
-    if late and late.rank != rank.rank and late.hidden_seconds > 0.5 * late.step_seconds:
-        return "in work"
-    return short(rank.waited_seconds)
-
-
-def late_rank(report: StallReport) -> SlowestRank | None:
-    """Return the slowest rank; None if the other ranks hardly wait for it."""
-    slowest = report.slowest_rank
-    return slowest if slowest is not None and slowest.is_late else None
 
 
 def main_of(rank: RankStall) -> str:

@@ -1,23 +1,12 @@
 """The conclusions of a report: verdict, reason and next step, and advice with its gain."""
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 
 from tokenfeed.pipeline.feeding.placement import usable_cores
 from tokenfeed.pipeline.text import count_of
 from tokenfeed.trainer.stall.causes import ABOUT, REMEDIES, Cause
-from tokenfeed.trainer.stall.ranks import SlowestRank
-from tokenfeed.trainer.stall.stall_report import (
-    Advice,
-    StallReport,
-    gain_words,
-    late_rank,
-    not_measured,
-    short,
-    shown_causes,
-    slowest_line,
-)
+from tokenfeed.trainer.stall.stall_report import Advice, StallReport, gain_words, short
 from tokenfeed.trainer.stall.watchers import Loader
 
 _MUCH_STALL = 0.10
@@ -33,8 +22,6 @@ _MUCH_PADDING = 0.10
 _LOW_MFU = 0.30
 """MFU below which there is advice on kernels, if the stall is below `_LITTLE_STALL`."""
 _LITTLE_STALL = 0.02
-_SPARE = 1.1
-"""Workers that are advised, divided by the workers that would just keep up."""
 
 
 def conclude(
@@ -42,7 +29,9 @@ def conclude(
     remedies: Mapping[str, str] | None = None,
     loader: Loader | None = None,
 ) -> StallReport:
-    """Return a report with its verdict, its reason, the next step, and advice.
+    """Return a report with its verdict, its reason, the next step, and advice, largest gain first.
+
+    A cause whose interval reaches 0 gets no advice.
 
     Args:
         report: The report.
@@ -51,18 +40,21 @@ def conclude(
         loader: The loader that the loop waits for.
     """
     known = REMEDIES | dict(remedies or {})
-    found = advise(report, known, loader)
     if report.stall is None:
-        why = not_measured(report).removeprefix("not measured: ")
+        why = report.not_measured.removeprefix("not measured: ")
         change = known["steps" if not report.queued_steps else "more steps"]
-        return dataclasses.replace(
-            report, verdict="NOT MEASURED", reason=why, next_step=change, advice=found
-        )
+        return dataclasses.replace(report, verdict="NOT MEASURED", reason=why, next_step=change)
+    found = [
+        *_on_causes(report, known, loader),
+        *_on_late_rank(report, known),
+        *_beside_stall(report, report.stall, known),
+    ]
+    found.sort(key=lambda piece: -(piece.gain or 0.0))
     of_cause = {piece.cause: piece for piece in found}
-    causes, late = main_causes(report), _waited_for(report)
+    causes, late = main_causes(report), report.waited_for
     share = report.causes[causes[0]].fraction if causes else 0.0
     if late and (not causes or causes[0] == "communication" or late.cost >= share):
-        verdict, reason = f"WAITS FOR RANK {late.rank}", slowest_line(report)
+        verdict, reason = f"WAITS FOR RANK {late.rank}", report.slowest_line
         named, share = of_cause.get("rank"), late.cost
     elif causes:
         verdict, reason = " AND ".join(_short_verdicts(causes)), _share_words(report, causes)
@@ -70,8 +62,8 @@ def conclude(
     else:
         verdict, reason = _without_cause(report)
         named = found[0] if found else None
-    if report.slowest_rank and report.slowest_rank.is_late and late is None:
-        longer = short(report.slowest_rank.step_seconds)
+    if report.late_rank and late is None:
+        longer = short(report.late_rank.step_seconds)
         others = [each.rank for each in report.ranks if each.rank != report.rank]
         waiting = f"rank {others[0]} waits" if len(others) == 1 else "other ranks wait"
         reason += f"; {waiting} for this rank, {longer} a step"
@@ -142,7 +134,7 @@ def _without_cause(report: StallReport) -> tuple[str, str]:
         reason = f"outside of the work, the device waits {stall:.1%} of {step} a step; inside, "
         return "HARDLY WAITS OUTSIDE OF THE WORK", f"{reason}{report.unmeasured}"
     reason = f"the work takes {1 - stall:.1%} of {step} a step"
-    if largest := next(iter(shown_causes(report).items()), None):
+    if largest := next(iter(report.shown_causes.items()), None):
         reason += f"; the largest cause of stall is {largest[0]}, {largest[1].fraction:.2%}"
     busy = "THE DEVICE IS BUSY" if report.on_gpu else "ON A CPU THE WORK ITSELF TAKES THE TIME"
     return busy, reason
@@ -155,28 +147,13 @@ def _core_words(wait: float) -> str:
     )
 
 
-def advise(
-    report: StallReport,
-    remedies: Mapping[str, str] = REMEDIES,
-    loader: Loader | None = None,
-) -> list[Advice]:
-    """Return advice on a report, largest gain first.
-
-    A cause whose interval reaches 0 gets no advice.
-    """
-    if report.stall is None:
-        return []
-    found = [
-        *_on_causes(report, remedies, loader),
-        *_on_late_rank(report, remedies),
-        *_beside_stall(report, report.stall, remedies),
-    ]
-    return sorted(found, key=lambda piece: -(piece.gain or 0.0))
-
-
 def _gain(share: float) -> float:
     """Return the gain in speed if a share of the time is saved."""
     return share / max(1e-9, 1 - share)
+
+
+def _advice(cause: str, finding: str, change: str, gain: float | None) -> Advice:
+    return Advice(cause=cause, text=f"{finding}: {change}", change=change, gain=gain)
 
 
 def _on_causes(
@@ -189,56 +166,19 @@ def _on_causes(
             continue  # too small, or not distinguishable from no stall
         change = remedies[cause]
         if cause == "data" and loader is not None and loader.num_workers is not None:
-            needed = workers_needed(loader.num_workers, fraction)
-            setting = f"set `num_workers={needed}` in your {loader.name}"
-            change = workers_remedy(setting, needed, loader.place)
+            change = loader.remedy(fraction)
         elif cause == "wait" and (lines := _lines(report)):
             change = f"read these values a step later, or only when you log: {lines}"
         elif cause == "communication" and report.slowest_rank:
             change = remedies["exchange"]
-        yield Advice(
-            cause=cause, text=f"{cause} {fraction:.1%}: {change}", change=change, gain=_gain(saved)
-        )
+        yield _advice(cause, f"{cause} {fraction:.1%}", change, _gain(saved))
 
 
 def _on_late_rank(report: StallReport, remedies: Mapping[str, str]) -> Iterator[Advice]:
-    if late := _waited_for(report):
+    if late := report.waited_for:
         change = f"rank {late.rank}: {remedies[late.cause]}"
         text = f"rank {late.rank} is late by {late.cause}: {remedies[late.cause]}"
         yield Advice(cause="rank", text=text, change=change, gain=_gain(late.cost))
-
-
-def _waited_for(report: StallReport) -> SlowestRank | None:
-    """Return the late rank, unless it is the rank of the report."""
-    late = late_rank(report)
-    return late if late and late.rank != report.rank else None
-
-
-def workers_needed(workers: int, waiting: float) -> int:
-    """Return how many loader workers would keep up.
-
-    Args:
-        workers: Workers that the loader has.
-        waiting: Share of the time in which the loop waits for batches.
-
-    Example: without workers, a loop waits for batches for 91 % of its time. Each batch then trains
-    for the other 9 %, so 91 / 9 = 10.1 workers would just keep up, and 12 are advised.
-    """
-    busy = workers or waiting
-    return max(workers + 1, math.ceil(_SPARE * busy / max(1e-9, 1 - waiting) - 1e-9))
-
-
-def workers_remedy(setting: str, needed: int, place: str = "") -> str:
-    """Return advice on the number of workers.
-
-    Args:
-        setting: What to do: "set `num_workers=4` in your DataLoader".
-        needed: Workers that would keep up.
-        place: The line to change, if it is known.
-    """
-    cores = usable_cores()
-    more = f", and make items cheaper: there are {cores} cores" if needed > cores else ""
-    return setting + f" ({place})" * bool(place) + more
 
 
 def _saved(cause: Cause, report: StallReport) -> float:
@@ -247,7 +187,7 @@ def _saved(cause: Cause, report: StallReport) -> float:
     If this rank waits for a late one, this is at most the late rank's own share of the cause:
     whatever this rank saves, it waits longer. Without communication, it still waits.
     """
-    fraction, late = report.causes[cause].fraction, _waited_for(report)
+    fraction, late = report.causes[cause].fraction, report.waited_for
     if late is None:
         return fraction
     if cause == "communication":
@@ -271,24 +211,12 @@ def _beside_stall(
         change = "end other processes"
         if report.causes["data"].fraction < _MUCH_CORE_WAIT:  # else the loop needs its workers
             change += ", or use fewer workers and threads"
-        yield Advice(
-            cause="cores",
-            text=f"{_core_words(report.core_wait)}: {change}",
-            change=change,
-            gain=None if report.on_gpu else _gain(report.core_wait),
-        )
+        gain = None if report.on_gpu else _gain(report.core_wait)
+        yield _advice("cores", _core_words(report.core_wait), change, gain)
     if report.padding is not None and report.padding >= _MUCH_PADDING:
-        yield Advice(
-            cause="padding",
-            text=f"padding {report.padding:.0%}: {remedies['padding']}",
-            change=remedies["padding"],
-            gain=_gain(report.padding),
-        )
+        change, gain = remedies["padding"], _gain(report.padding)
+        yield _advice("padding", f"padding {report.padding:.0%}", change, gain)
     if report.mfu is not None and report.mfu < _LOW_MFU and stall < _LITTLE_STALL:
         change = "look at kernels, precision and the size of micro-batches"
-        yield Advice(
-            cause="kernels",
-            text=f"MFU {report.mfu:.0%}, and feeding is not the problem: {change}",
-            change=change,
-            gain=None,
-        )
+        finding = f"MFU {report.mfu:.0%}, and feeding is not the problem"
+        yield _advice("kernels", finding, change, None)

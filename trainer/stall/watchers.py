@@ -5,6 +5,7 @@ nothing. Watchers of callbacks close when their meter is deleted.
 """
 
 import gc
+import math
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
+from tokenfeed.pipeline.feeding.placement import usable_cores
 from tokenfeed.trainer.stall.causes import Cause
 from tokenfeed.trainer.stall.marks import Phase
 
@@ -172,6 +174,8 @@ class CoreWait:
             return None
 
 
+_SPARE = 1.1
+"""Workers that are advised, divided by the workers that would just keep up."""
 Batch = TypeVar("Batch")
 watching: ContextVar["StallMeter | None"] = ContextVar("watching", default=None)
 """The meter that waits for a batch now. Loaders charge their waits for other ranks to it."""
@@ -188,12 +192,32 @@ class Loader(NamedTuple):
     """None if the loader has no such attribute."""
     place: str = ""
     """Where it was made, if that is known: `train.py:20`."""
+    setting: str = ""
+    """The setting of its trainer, such as "`dataloader_num_workers` of `TrainingArguments`"."""
 
     @classmethod
-    def of(cls, loader: object, place: str = "") -> "Loader":
+    def of(cls, loader: object, place: str = "", setting: str = "") -> "Loader":
         """Describe a loader."""
         workers = getattr(loader, "num_workers", None)
-        return cls(type(loader).__name__, workers if isinstance(workers, int) else None, place)
+        number = workers if isinstance(workers, int) else None
+        return cls(type(loader).__name__, number, place, setting)
+
+    def remedy(self, waiting: float) -> str:
+        """Return advice on the number of workers.
+
+        Args:
+            waiting: Share of the time in which the loop waits for batches.
+
+        Example: without workers, a loop waits for batches for 91 % of its time. Each batch then
+        trains for the other 9 %, so 91 / 9 = 10.1 workers would just keep up, and 12 are advised.
+        """
+        workers, cores = self.num_workers or 0, usable_cores()
+        needed = math.ceil(_SPARE * (workers or waiting) / max(1e-9, 1 - waiting) - 1e-9)
+        needed = max(workers + 1, needed)
+        text = f"set `num_workers={needed}` in your {self.name}"
+        text = f"set {self.setting} to {needed}" if self.setting else text
+        text += f" ({self.place})" * bool(self.place)
+        return text + f", and make items cheaper: there are {cores} cores" * (needed > cores)
 
 
 class WatchedLoader(Generic[Batch]):

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from tokenfeed.pipeline.text import count_of, facts
-from tokenfeed.trainer.stall.causes import Cause
+from tokenfeed.trainer.stall.causes import REMEDIES, Cause
 from tokenfeed.trainer.stall.stall_report import (
     RunTimes,
     StallReport,
     gain_words,
     short,
 )
-from tokenfeed.trainer.stall.verdict import conclude, workers_needed, workers_remedy
+from tokenfeed.trainer.stall.verdict import conclude
 from tokenfeed.trainer.stall.watchers import Loader
 from tokenfeed.trainer.watch.lines import Line
 from tokenfeed.trainer.watch.places import FRAMEWORKS, Place, Site, interval_of
@@ -52,8 +52,8 @@ class Run:
     optimizers: list[str] = field(default_factory=list)
     leader: int = 0
     """Index of the optimizer whose steps count."""
-    loaders: dict[int, tuple[Loader, str]] = field(default_factory=dict)
-    """The loaders of the script and the trainers that made them, by the id of their data set."""
+    loaders: dict[int, Loader] = field(default_factory=dict)
+    """The loaders of the script, by the id of their data set."""
     trained_on: int = 0
     """The id of the data set of the latest step."""
     children: int = 0
@@ -168,7 +168,7 @@ class Run:
             f"ready: {gain}"
         )
 
-    def remedies(self, report: StallReport) -> dict[str, str]:
+    def remedies(self) -> dict[str, str]:
         """Return what to change, with the settings and lines of this script."""
         found = {
             "wait": "read values such as `loss.item()` a step later, or only when you log",
@@ -177,45 +177,30 @@ class Run:
             "other": "do less between the steps",
             "steps": "train for more steps: the first ones are warm-up",
         }
-        for cause, verb in _VERBS.items():
-            if sites := self.sites.get(cause):
-                site = max(sites, key=sites.__getitem__)
-                found[cause] = _remedy(cause, verb, site)
-        if self.trained_on in self.loaders and report.steps:
-            loader, trainer = self.loaders[self.trained_on]
-            setting = FRAMEWORKS.get(trainer, {}).get("data", "")
-            needed = workers_needed(loader.num_workers or 0, report.causes["data"].fraction)
-            text = f"set `num_workers={needed}` in your {loader.name}"
-            if setting:
-                text = f"{setting.replace('raise', 'set')} to {needed}"
-            found["data"] = workers_remedy(text, needed, loader.place)
-        elif sites := self.sites.get("data"):
-            place = max(sites, key=sites.__getitem__).places[0]
-            found["data"] = f"make batches in more threads or workers than now ({place})"
+        for cause, sites in self.sites.items():
+            site = max(sites, key=sites.__getitem__)
+            if cause == "data":
+                place = site.places[0]
+                found["data"] = f"make batches in more threads or workers than now ({place})"
+            elif cause in ("evaluation", "checkpoint", "log"):
+                found[cause] = _remedy(cause, site)
         if self.lines:
             first = Place(self.lines[0].file, self.lines[0].line)
             found["other"] = f"look at {first}, or let a worker do what it does"
         return found
 
 
-_VERBS: dict[Cause, str] = {
-    "evaluation": "evaluate less often",
-    "checkpoint": "save less often, or in the background",
-    "log": "log less often",
-}
-
-
-def _remedy(cause: Cause, verb: str, site: Site) -> str:
+def _remedy(cause: Cause, site: Site) -> str:
     """Return which setting to change, and at which line."""
-    line = site.places[0]
+    remedy, line = REMEDIES[cause], site.places[0]
     if site.framework:
         return f"{FRAMEWORKS[site.framework][cause]} ({site.places[-1]})"
-    if (found := interval_of(site.places)) is None:
-        return f"{verb} ({line})"
-    setting, line = found
-    if setting.isdigit():
-        return f"{verb} than every {setting} steps ({line})" if verb.endswith("often") else ""
-    return f"raise `{setting}` ({line})"
+    if (found := interval_of(site.places)) is not None:
+        setting, line = found
+        if not setting.isdigit():
+            return f"raise `{setting}` ({line})"
+        remedy = remedy.replace("often", f"often than every {setting} steps")
+    return f"{remedy} ({line})"
 
 
 class Summary:
@@ -328,7 +313,8 @@ class Summary:
             rank=self._rank,
             world_size=self._size,
         )
-        return conclude(report, self._run.remedies(report))
+        run = self._run
+        return conclude(report, run.remedies(), run.loaders.get(run.trained_on))
 
     def _write(
         self,

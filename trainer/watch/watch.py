@@ -26,7 +26,7 @@ from tokenfeed.trainer.stall.watchers import Loader
 from tokenfeed.trainer.watch.children import Child
 from tokenfeed.trainer.watch.lines import HostLines
 from tokenfeed.trainer.watch.patches import CALLS, Finder, Patches
-from tokenfeed.trainer.watch.places import Site, site_of
+from tokenfeed.trainer.watch.places import FRAMEWORKS, Site, site_of
 from tokenfeed.trainer.watch.summary import Run, Summary
 from tokenfeed.trainer.watch.termination import Termination
 
@@ -503,7 +503,8 @@ class Watch:
     def _made_loader(self, loader: Any) -> None:
         site = site_of(sys._getframe(2))
         place = str(site.places[0]) if site.places else ""
-        self.run.loaders[id(loader.dataset)] = Loader.of(loader, place), site.framework
+        setting = FRAMEWORKS.get(site.framework, {}).get("data", "").removeprefix("raise ")
+        self.run.loaders[id(loader.dataset)] = Loader.of(loader, place, setting)
 
     @_guarded
     def _before_fetch(self, iterator: Any) -> Any:

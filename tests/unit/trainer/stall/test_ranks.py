@@ -8,7 +8,6 @@ import pytest
 from benchmarks.stall.device import Device, TracerFaults
 from tokenfeed.trainer.report.page import RunData
 from tokenfeed.trainer.stall import StallMeter, StallReport
-from tokenfeed.trainer.stall.stall_report import slowest_line
 
 WARMUP, STEPS = 5, 100
 DATA, KERNELS, KERNEL, EXCHANGE = 0.5e-3, 100, 100e-6, 0.3e-3
@@ -85,7 +84,7 @@ def test_of_simulated_devices_that_are_alike_none_is_called_late() -> None:
     for number in range(1, WARMUP + STEPS + 1):
         ranks.step(number, "none")
     for report in ranks.reports():
-        assert slowest_line(report).startswith("no rank keeps the others waiting")
+        assert report.slowest_line.startswith("no rank keeps the others waiting")
         assert report.causes["communication"].seconds / report.steps > 0.9 * EXCHANGE
 
 

@@ -19,7 +19,6 @@ from tokenfeed.trainer.stall.stall_report import (
     Sample,
     Samples,
     StallReport,
-    rank_table,
 )
 from tokenfeed.trainer.stall.verdict import conclude
 from tokenfeed.trainer.stall.watchers import Loader
@@ -206,12 +205,12 @@ def test_every_report_has_a_verdict_that_its_figures_bear_out(
 def test_next_step_counts_the_workers_that_hide_loading(
     num_workers: int | None, needed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenfeed.trainer.stall.verdict.usable_cores", lambda: 64)
+    monkeypatch.setattr("tokenfeed.trainer.stall.watchers.usable_cores", lambda: 64)
     loader, report = Loader("Loader", num_workers, "train.py:20"), report_of({"data": 0.89})
     found = conclude(report, loader=loader).next_step
     setting = f"set `num_workers={needed}` in your Loader (train.py:20): up to"
     assert found.startswith(setting if needed else "use more workers")
-    monkeypatch.setattr("tokenfeed.trainer.stall.verdict.usable_cores", lambda: 2)
+    monkeypatch.setattr("tokenfeed.trainer.stall.watchers.usable_cores", lambda: 2)
     found = conclude(report, loader=loader).next_step
     assert ("make items cheaper: there are 2 cores" in found) == (num_workers is not None)
 
@@ -288,8 +287,8 @@ def test_late_rank_is_named_although_the_others_wait_inside_their_work() -> None
 def test_rank_is_late_from_three_percent_of_a_step(more: float, is_late: bool) -> None:
     others = [figures(work=1 - 0.1, data=0.1) for _ in range(3)]
     report = on_ranks(*others, figures(work=0.9 - more, data=0.1 + more))
-    assert ("rank 3 keeps the others waiting: data" in rank_table(report)[0]) == is_late
-    assert is_late or rank_table(report)[0].startswith("no rank keeps the others waiting")
+    assert ("rank 3 keeps the others waiting: data" in report.rank_table()[0]) == is_late
+    assert is_late or report.rank_table()[0].startswith("no rank keeps the others waiting")
 
 
 LATE = figures(work=0.997, data=0.003), figures(work=0.638, data=0.362)
@@ -385,13 +384,13 @@ def test_late_rank_is_unknown_before_every_rank_has_measured_a_step() -> None:
     assert slowest_rank([]) is None
     report = on_ranks(figures(work=5), figures(0, work=0))
     assert report.slowest_rank is None
-    assert "is not known: some rank has not measured a step" in rank_table(report)[0]
+    assert "is not known: some rank has not measured a step" in report.rank_table()[0]
     assert "The slowest rank is not known" in page_of(RunData(folder=Path("run"), stall=report))
 
 
 def test_table_of_many_ranks_shows_the_slowest_and_the_page_all() -> None:
     report = on_ranks(*(figures(work=rank, communication=100 - rank, data=1) for rank in range(64)))
-    lines = rank_table(report)
+    lines = report.rank_table()
     assert lines[0].startswith("rank 63 keeps the others waiting: work, 3.20 s a step")
     assert re.findall(r"rank (\d+) ", "\n".join(lines[2:])) == [str(63 - n) for n in range(8)]
     assert lines[-1].endswith("and 56 more, which waited longer")
@@ -399,7 +398,7 @@ def test_table_of_many_ranks_shows_the_slowest_and_the_page_all() -> None:
     assert len(re.findall(r"<tr><th>\d+", page)) == 64
     assert "<th>63 (late)</th>" in page
     alone = report_of()
-    assert rank_table(alone) == []
+    assert alone.rank_table() == []
     assert "Ranks" not in page_of(RunData(folder=Path("run"), stall=alone))
 
 

@@ -16,6 +16,7 @@ from tokenfeed.trainer.report.progress_lines import remedies
 from tokenfeed.trainer.stall.causes import CAUSES, Cause
 from tokenfeed.trainer.stall.stall_report import CauseReport, StallReport
 from tokenfeed.trainer.stall.verdict import conclude
+from tokenfeed.trainer.watch.places import Place, Site
 from tokenfeed.trainer.watch.ranks import RankFiles
 from tokenfeed.trainer.watch.summary import Run
 
@@ -113,13 +114,28 @@ def test_advice_names_nothing_that_the_user_does_not_call(cause: Cause, command:
     never = StallReport(**stall_of(causes=causes, stall=None, steps=0))
     task: Any = SimpleNamespace(kind="row", manifest=None)
     config = TrainConfig(shards="x", batching="padded")
-    known = Run().remedies(report) if command == "stall" else remedies(config, task)
+    known = Run().remedies() if command == "stall" else remedies(config, task)
     for each in (report, never):
         found = conclude(each, known)
         assert "meter." not in str(found)
     assert conclude(report, known).advice[0].cause == cause
     own = conclude(report)
     assert ("meter." in str(own)) == (cause in ("wait", "communication", "other"))
+
+
+@pytest.mark.parametrize(
+    ("cause", "every", "remedy"),
+    [
+        ("checkpoint", "60", "save less often than every 60 steps, or in the background"),
+        ("evaluation", "eval_interval", "raise `eval_interval`"),
+    ],
+)
+def test_remedy_names_the_interval(cause: Cause, every: str, remedy: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"if step % {every} == 0:\n    run()\n")
+    run = Run()
+    run.spent(cause, 1.0, Site((Place(str(script), 2),), ""))
+    assert run.remedies()[cause] == f"{remedy} (train.py:1)"
 
 
 def test_page_is_named_only_if_it_was_written(
