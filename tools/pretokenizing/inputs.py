@@ -257,6 +257,12 @@ def chat_template_of(options: Options, tokenizer: TextTokenizer, files: ModelFil
                 f"`--chat-template` {options.chat_template}: cannot be read ({why}). Give the file "
                 "of a template."
             ) from None
+        with contextlib.suppress(ValueError, RecursionError):
+            json.loads(source)
+            raise ConfigError(
+                f"`--chat-template` {options.chat_template}: is JSON. Write its value "
+                "`chat_template` to a file, or give the folder of the model as --tokenizer."
+            )
     elif source is not None and (with_tools := files.chat_templates.get("tool_use")):
         text, other = (each.removesuffix("\n") for each in (with_tools, source))  # as Jinja does
         # `+` keeps the white space beside a tag
