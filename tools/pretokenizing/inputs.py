@@ -257,8 +257,7 @@ def chat_template_of(options: Options, tokenizer: TextTokenizer, files: ModelFil
                 f"`--chat-template` {options.chat_template}: cannot be read ({why}). Give the file "
                 "of a template."
             ) from None
-        with contextlib.suppress(ValueError, RecursionError):
-            json.loads(source)
+        if _is_json(source):
             raise ConfigError(
                 f"`--chat-template` {options.chat_template}: is JSON. Write its value "
                 "`chat_template` to a file, or give the folder of the model as --tokenizer."
@@ -312,6 +311,14 @@ def chat_template_of(options: Options, tokenizer: TextTokenizer, files: ModelFil
             "variable with this name. Correct the name, or leave it out."
         )
     return template
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def unread_fields(corpus: Corpus, task: TaskEncoder) -> dict[str, str]:
