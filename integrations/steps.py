@@ -74,6 +74,8 @@ def steps(
     """Group the batches of `loader` into optimizer steps, until its pass ends.
 
     With several ranks, an all-reduce sums the targets on the device. The host does not wait for it.
+    If Ctrl-C or an error interrupts it between the batches of a step, the loader goes back to the
+    beginning of the step.
 
     Args:
         loader: The source of the batches.
@@ -95,16 +97,32 @@ def _steps(
     group: "dist.ProcessGroup | None",
     meter: Meter | None,
 ) -> Iterator[Step]:
+    rest = iter(loader)
+    while True:
+        with loader._undone_by_errors():
+            step = _next_step(rest, loader, group, meter)
+        if step is None:
+            return
+        yield step
+
+
+def _next_step(
+    rest: Iterator[Batch],
+    loader: ShardLoader,
+    group: "dist.ProcessGroup | None",
+    meter: Meter | None,
+) -> Step | None:
+    """Take the batches of a step; None at the end of the pass."""
     batches: list[Batch] = []
-    for batch in loader:
+    for batch in rest:
         batches.append(batch)
         if batch.ends_step:
             charged = meter or watching.get()
             with charged.cause("communication") if charged else contextlib.nullcontext():
                 divisor = _divisor(batches, loader, group)
             read_state = partial(_state_now, loader, loader.state_dict())
-            yield Step(tuple(batches), divisor, read_state)
-            batches = []
+            return Step(tuple(batches), divisor, read_state)
+    return None
 
 
 def _state_now(loader: ShardLoader, after_step: dict[str, Any]) -> dict[str, Any]:

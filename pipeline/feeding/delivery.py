@@ -136,6 +136,8 @@ class Delivery:
         """Continue after `delivered`."""
         self.delivered = delivered
         """Everything that was delivered so far."""
+        self.jumps = 0
+        """Number of calls of `go_on_from`."""
         self.counters = Counters()
         self._feed: Feed | None = None
         self._user = _User()
@@ -191,6 +193,7 @@ class Delivery:
         with self._user:
             self._end_feed()
             self.delivered = delivered
+            self.jumps += 1
 
     def close(self) -> None:
         """Stop the feed. The position stays."""

@@ -13,8 +13,9 @@ batches that the user received, not the prefetched ones: a resumed run gets exac
 docs/how-it-works.md follows one batch through these files.
 """
 
+import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
@@ -525,6 +526,18 @@ class ShardLoader:
             ShardFormatError: A shard is missing or damaged.
         """
         return origins_of(self._sources, batch.rows, batch.starts, batch.piece_lengths)
+
+    @contextlib.contextmanager
+    def _undone_by_errors(self) -> Iterator[None]:
+        """Deliver the batches of the block again if it raises, for code that takes several batches
+        before it returns any. A position that was set in the block stays."""
+        delivered, jumps = self._delivery.delivered, self._delivery.jumps
+        try:
+            yield
+        except BaseException:
+            if self._delivery.jumps == jumps and self._delivery.delivered is not delivered:
+                self._delivery.go_on_from(delivered)
+            raise
 
     def close(self) -> None:
         """Stop the workers. The position stays, and the next iteration starts new workers."""

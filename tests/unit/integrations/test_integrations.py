@@ -48,6 +48,25 @@ def test_steps_hold_the_batches_of_the_loader_and_the_state_behind_each(folder: 
     assert ends == [[False] * (len(step) - 1) + [True] for step in made]
 
 
+class _Interrupted:
+    """A meter at whose mark Ctrl-C comes, after the batches of a step are taken."""
+
+    def cause(self, name: str) -> contextlib.AbstractContextManager[object]:
+        raise KeyboardInterrupt
+
+
+def test_a_step_that_ctrl_c_cuts_comes_again(folder: Path) -> None:
+    whole = [ids_of(step) for step in steps(open_loader(folder, Padded(24), **SETTINGS))]
+    loader = open_loader(folder, Padded(24), **SETTINGS)
+    begun = [ids_of(step) for step in islice(steps(loader), 3)]
+    state = loader.state_dict()
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            next(steps(loader, meter=_Interrupted()))  # type: ignore[arg-type]
+        assert loader.state_dict() == state
+    assert begun + [ids_of(step) for step in steps(loader)] == whole
+
+
 def test_the_gradient_of_a_step_is_that_of_its_targets_at_once(folder: Path) -> None:
     weights = torch.nn.Embedding(1000, 1, dtype=torch.float64)
 
