@@ -244,8 +244,11 @@ class TextTokenizer:
 
     @property
     def unknown_token(self) -> str:
-        """The token in place of characters that the vocabulary lacks."""
-        return getattr(self.tokenizer.model, "unk_token", None) or "<unk>"
+        """The token in place of characters that the vocabulary lacks; empty if it has bytes."""
+        model = self.tokenizer.model
+        has_bytes = getattr(model, "byte_fallback", False)
+        has_bytes = has_bytes or "ByteLevel(" in repr(self.tokenizer.pre_tokenizer)
+        return "" if has_bytes else getattr(model, "unk_token", None) or "<unk>"
 
     def is_token(self, text: str) -> bool:
         """Return whether a text alone becomes the token of this name."""

@@ -251,7 +251,8 @@ def _by_content(
                 continue
             if format_.begins and format_.begins(beginning, field):
                 return format_
-        if len(beginning) < num_bytes:
+        may_be_json = beginning.removeprefix(codecs.BOM_UTF8).lstrip().startswith((b"{", b"["))
+        if len(beginning) < num_bytes or not may_be_json:
             break
     return FALLBACK
 
