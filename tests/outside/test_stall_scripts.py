@@ -175,7 +175,7 @@ HF_FAULTS: list[list[object]] = [
 BORING = "lightning.pytorch.demos.boring_classes.BoringModel.validation_step"
 LOOP_RUN = "lightning.pytorch.loops.evaluation_loop._EvaluationLoop.run"
 DEVICE_SCRIPTS: dict[str, Case] = {
-    "evaluation": (  # of the second loader, the first batch comes before `eval()`
+    "evaluation": (  # first batches come before `eval()` and before `train()`
         "def evaluate():\n"
         "    model.eval()\n"
         "    with torch.no_grad():\n"
@@ -183,10 +183,10 @@ DEVICE_SCRIPTS: dict[str, Case] = {
         "def validate():\n"
         "    for x, y in rows(8):\n"
         "        model.eval(); loss(x, y)\n"
+        "training = rows(28)\n"
         "for number in range(21):\n"
-        "    if number % 7 == 0: validate(); evaluate()\n"
-        "    if number % 7 == 0: batches = iter(rows(28))\n"
-        "    model.train(); step(*next(batches))\n",
+        "    if number % 7 == 0: validate(); evaluate(); batches = iter(training)\n"
+        "    x, y = next(batches); model.train(); step(x, y)\n",
         "evaluation",
         [[FETCH, 0.1, False], ["__main__.evaluate", 0.0, True], ["__main__.validate", 0.0, True]],
         ("less often than every 7 steps, or on fewer", "21 steps of AdamW"),

@@ -160,6 +160,10 @@ class Watch:
         """A weak reference to the iterator of the latest batch."""
         self._iterator: Callable[[], Any] = _nothing
         """The same for the latest batch that was trained."""
+        self._resuming: Callable[[], Any] = _nothing
+        """A weak reference to what fetched last in an evaluation."""
+        self._resumed: tuple[Any, Any] | None = None
+        """The same iterator and its batch, if an epoch may have begun with them."""
         self._plain: type | None = None
         """The type of the latest batch that was no mapping."""
         self._kept: list[Any] = []
@@ -383,6 +387,8 @@ class Watch:
         if is_pause and cause == "checkpoint":
             self.leave(self._evaluation)
         if self._inside is not None:
+            if self._inside is self._evaluation and cause == "data" and owner is not None:
+                self._fetched_in_evaluation(owner)
             return None
         site = None if cause == "data" else site_of(sys._getframe(2))
         meter = self._meter
@@ -394,9 +400,20 @@ class Watch:
     def _phase_of(self, loader: Any) -> str:
         """Return the phase of a fetch. The first batch of an evaluation may be fetched before
         `eval()`. No step was trained on a batch of its data set."""
-        source = getattr(loader, "_dataset", getattr(loader, "dataset", None))
+        source = _source_of(loader)
         is_known = source is None or not self._trained_on or id(source) in self._trained_on
         return "data" if is_known else "maybe"
+
+    def _fetched_in_evaluation(self, loader: Any) -> None:
+        """Begin a fetch in an evaluation. The first batch of the next epoch may be fetched before
+        `train()`. The second one of an iterator shows that it evaluates on the training data."""
+        is_known = id(_source_of(loader)) in self._trained_on
+        is_first = is_known and self._resuming() is not loader
+        self._resuming = weakref.ref(loader) if is_known else _nothing
+        if self._meter is not None and not is_first:
+            self._meter.phase = "evaluation"
+        elif self._meter is not None and self._meter.phase == "evaluation":
+            self._meter.leave("maybe")
 
     @_guarded
     def leave(self, block: "_Block | None") -> None:
@@ -408,6 +425,11 @@ class Watch:
             return
         self._inside = None
         if block.meter is not None and block.meter is self._meter:
+            if block is self._evaluation and block.meter.phase == "maybe":
+                block.meter.phase = "data"
+                if self._resumed is not None:
+                    self._look_at(*self._resumed)
+            self._resumed = None
             block.meter.leave(block.outer)
         self.run.spent(block.cause, time.perf_counter() - block.began, block.site)
         if block.is_pause:
@@ -511,8 +533,8 @@ class Watch:
         """End an evaluation of a loop that never calls `train()`. Return a batch to replay."""
         source = getattr(iterator, "_dataset", None)
         if self._evaluation is not None and self._inside is self._evaluation:
-            # Another iterator may evaluate on the training data.
             if self._iterator() is not iterator:
+                self._fetched_in_evaluation(iterator)
                 return None
             self.leave(self._evaluation)
         is_replayed = self._ideal and self._kept and self.run.steps >= self._warmup + self._ideal
@@ -531,6 +553,8 @@ class Watch:
             self.leave(block)
         if block is not None and self._meter is not None:
             self._look_at(iterator, batch)
+        elif self._meter is not None and self._meter.phase == "maybe":
+            self._resumed = iterator, batch
         return batch
 
     @_guarded
@@ -629,6 +653,11 @@ class Watch:
                 with contextlib.suppress(Exception):
                     stream.flush()
             os._exit(self.exit_code(0))
+
+
+def _source_of(loader: Any) -> Any:
+    """Return the data set of a DataLoader or of its iterator; None for others."""
+    return getattr(loader, "_dataset", getattr(loader, "dataset", None))
 
 
 def _is_batch(value: Any) -> bool:
