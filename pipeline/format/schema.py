@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from tokenfeed.pipeline.arithmetic import offsets_of
+from tokenfeed.pipeline.arithmetic import offsets_of, take
 from tokenfeed.pipeline.errors import ConfigError
 
 FORMAT_VERSION = 1
@@ -208,13 +208,23 @@ class Rows:
         )
 
     def where(self, mask: np.ndarray) -> "Rows":
-        """Return a copy of the rows that a mask selects, shape (R,), bool."""
-        tokens = np.repeat(mask, self.lengths)
-        return Rows(
-            self.lengths[mask],
-            {name: values[tokens] for name, values in self.per_token.items()},
-            {name: values[mask] for name, values in self.per_row.items()},
-        )
+        """Return the rows that a mask selects, shape (R,), bool. Long runs of rows are copied at
+        once."""
+        if mask.all():
+            return self
+        offsets = offsets_of(self.lengths)
+        edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))  # of runs
+        if 4 * len(edges) > len(mask):
+            rows = np.flatnonzero(mask)
+            per_token = {name: take(v, offsets, rows) for name, v in self.per_token.items()}
+        else:
+            runs = [slice(*run) for run in offsets[edges].reshape(-1, 2).tolist()]
+            per_token = {
+                name: np.concatenate([values[:0], *(values[run] for run in runs)])
+                for name, values in self.per_token.items()
+            }
+        per_row = {name: values[mask] for name, values in self.per_row.items()}
+        return Rows(self.lengths[mask], per_token, per_row)
 
     @staticmethod
     def concatenate(parts: "list[Rows]") -> "Rows":

@@ -14,7 +14,7 @@ import numpy as np
 
 from tokenfeed.pipeline.arithmetic import Ragged
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
-from tokenfeed.pipeline.format.schema import ORIGIN_FILE, ORIGIN_RECORD, Rows
+from tokenfeed.pipeline.format.schema import INPUT_IDS, ORIGIN_FILE, ORIGIN_RECORD, Rows
 from tokenfeed.pipeline.format.shard_writer import ShardWriter
 from tokenfeed.pipeline.format.store import Place
 from tokenfeed.pipeline.remote.retrying import results_of
@@ -42,7 +42,7 @@ from tokenfeed.tools.encoding.record_blocks import (
     UnitResult,
     read_record_blocks,
 )
-from tokenfeed.tools.encoding.tasks.base import Samples, TaskEncoder
+from tokenfeed.tools.encoding.tasks.base import TaskEncoder
 from tokenfeed.tools.encoding.template import Template
 
 Report = Callable[[float, int, str], None]
@@ -214,7 +214,12 @@ class UnitEncoder:
                 TRAIN: samples.has_text & is_train,
                 VALIDATION: samples.has_text & ~is_train,
             }
-        dealt = {split: _rows(samples, block, mask) for split, mask in chosen.items() if mask.any()}
+        rows = Rows(
+            samples.per_token[INPUT_IDS].lengths,
+            {name: ragged.values for name, ragged in samples.per_token.items()},
+            {**samples.per_row, ORIGIN_FILE: block.sources, ORIGIN_RECORD: block.numbers},
+        )
+        dealt = {split: rows.where(mask) for split, mask in chosen.items() if mask.any()}
         num_tokens = sum(len(rows.ids) for rows in dealt.values())
         self._on_progress(block.weight_bytes, num_tokens, self._at)
         return dealt
@@ -248,33 +253,3 @@ class UnitEncoder:
         if len(sample):
             self._task.encode(sample.fields, noting, self._settings.template)
         return answers
-
-
-def _rows(samples: Samples, block: Records, chosen: np.ndarray) -> Rows:
-    """Return the chosen rows of a block, with their origin."""
-    rows = np.flatnonzero(chosen)
-    per_token = samples.per_token
-    if len(rows) < len(chosen):
-        per_token = {name: _taken(ragged, rows) for name, ragged in per_token.items()}
-    first: Ragged = next(iter(per_token.values()))
-    return Rows(
-        first.lengths,
-        {name: ragged.values for name, ragged in per_token.items()},
-        {
-            **{name: values[rows] for name, values in samples.per_row.items()},
-            ORIGIN_FILE: block.sources[rows],
-            ORIGIN_RECORD: block.numbers[rows],
-        },
-    )
-
-
-def _taken(ragged: Ragged, rows: np.ndarray) -> Ragged:
-    """Return some rows, in ascending order. Long runs of neighbours are copied at once."""
-    begins = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
-    if len(begins) * 8 > len(rows):
-        return ragged.take(rows)
-    offsets, ends = ragged.offsets, np.append(begins[1:], len(rows))
-    pairs = zip(offsets[rows[begins]], offsets[rows[ends - 1] + 1], strict=True)
-    return Ragged(
-        np.concatenate([ragged.values[begin:end] for begin, end in pairs]), ragged.lengths[rows]
-    )
