@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from tokenfeed.tools.encoding.tasks.base import TaskEncoder
 
 _WHOLE_NUMBER, _CODE = re.compile("0|[1-9][0-9]*"), re.compile("0[0-9]+")
+_FLOAT = re.compile(r" is (?:-?[0-9]+\.[0-9]+|nan|half_?float|float|double),")
+"""Matches the reason for rejecting a number that is not whole, as pandas makes beside NaN."""
 _FEW = 100
 """One in this many labels may be of the other kind."""
 _MOST_LABELS = 1 << 15
@@ -107,7 +109,10 @@ def find_labels(
         where, reason = first_reject((part for unit in units for part in unit.parts), task.fields)
         way_on, lacks = task.remedy(reason), ""
         if not reason or f"`{field}`" in reason:  # else another field has the fault
-            way_on = way_on or f" Name another field with `--field {own}=NAME`."
+            other = f" Name another field with `--field {own}=NAME`."
+            if _FLOAT.search(reason):
+                other = " Turn the labels into whole numbers, or learn numbers by `--task score`."
+            way_on = way_on or other
             lacks = f" has a label in field `{field}`"
         raise CorpusError(f"no usable record{lacks}{where}{reason}.{way_on}")
     numbers = _whole_numbers(counts, field)

@@ -683,3 +683,13 @@ def test_a_long_list_of_labels_is_cut(tmp_path: Path, model: Path) -> None:
     _, _, done = run(records, tmp_path, model, task="classify")
     assert "301: 0, 1, 2, " in done.stdout
     assert "98, 99, ...\n" in done.stdout
+
+
+def test_labels_with_fractions_name_the_way_on(tmp_path: Path, model: Path) -> None:
+    table = pa.table({"text": ["a", "b"], "label": [1.0, None]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "label": 1.0}\n')
+    options = ("--task", "classify", "--tokenizer", model, "--validation", 0)
+    for file in ("a.parquet", "a.jsonl"):
+        done = call(main, tmp_path / file, tmp_path / "out", *options, expect=1)
+        assert "Turn the labels into whole numbers, or learn numbers by" in done.stderr
