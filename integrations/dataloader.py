@@ -211,7 +211,7 @@ def checked_loader(name: str, loader: Any, device: Any, trained: Any) -> ShardLo
     evaluates = name != "train_dataset"
     if not isinstance(loader, ShardLoader):
         fault = f"{type(loader).__name__} is not a ShardLoader. Pass one, or use another trainer."
-    elif loader.device != device:
+    elif loader.device != device and {loader.device.type, device.type} != {"cpu"}:  # "cpu:0"
         fault = (
             f"the loader delivers to {loader.device}, and the Trainer trains on {device}. Make the "
             "loader with `device=args.device`."

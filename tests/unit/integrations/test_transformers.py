@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from transformers.trainer_pt_utils import LabelSmoother
 
 from tokenfeed import Fixed, Packed, Padded, ShardLoader, Stage
+from tokenfeed.integrations.dataloader import checked_loader
 from tokenfeed.integrations.transformers import ShardTrainer, StallCallback
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 
@@ -154,6 +155,11 @@ def test_loader_on_another_device_than_trainer_is_refused(
     train = loaders.pop("train_dataset")
     with pytest.raises(ConfigError, match=rf"`{name}`: the loader delivers to cuda:1, .* on cpu"):
         trainer(tmp_path, train, **loaders)
+
+
+def test_cpu_with_a_number_is_the_device_of_a_loader_on_the_cpu(shards: Path) -> None:
+    loader = open_split(shards)  # torch.distributed makes the Trainer's device "cpu:0"
+    assert checked_loader("train_dataset", loader, torch.device("cpu:0"), None) is loader
 
 
 def test_sum_of_targets_over_ranks_is_communication(
