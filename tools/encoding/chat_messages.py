@@ -205,7 +205,8 @@ def _message(raw: Any, name: str) -> Message:
     calls = message.get("tool_calls") or []
     if not (isinstance(calls, list) and all(map(_is_call, calls))):
         raise Unusable(f"has {name} with tool_calls that are not a list of objects with a name")
-    if key := next((key for key in _THINKING if key in message), None):
+    key = next((key for key in _THINKING if key in message), None)
+    if key and message[key] is not False:  # a flag of some data sets, which no template writes
         if not isinstance(thinking := message[key], str):
             kind = type(thinking).__name__
             raise Unusable(f"has {name} whose {key} is {kind}, expected text")

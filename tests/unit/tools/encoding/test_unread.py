@@ -608,9 +608,10 @@ def test_records_with_a_wrong_tool_or_thinking_cost_only_themselves(
         {"messages": [user("q"), answer("a", reasoning={"effort": "low"})]},
         {"messages": good, "tools": ["search"]},
         {"messages": good, "tools": [{"name": "search"}]},
+        {"messages": [user("q"), answer("a", thinking=False)]},
     ]
     texts, _, _ = run(records, tmp_path, model)
-    assert len(texts) == 1
+    assert len(texts) == 2
     rejects = (tmp_path / "out/rejects.jsonl").read_text()
     assert "message 2 whose reasoning is dict, expected text" in rejects
     assert "field `tools` has a tool that is str, expected an object" in rejects
