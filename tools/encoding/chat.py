@@ -92,7 +92,7 @@ class ChatTemplate:
         """The template with the values of the variables that it names, for other programs.
 
         A line break after a block is dropped, so the lines in front change no text. The end token
-        is always one of them: `pretokenize --append` finds stop tokens by it.
+        is always one of them, because it is special when the data set is the tokenizer of another.
         """
         lines = []
         for name, value in self.variables.items():
