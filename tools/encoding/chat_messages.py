@@ -220,7 +220,7 @@ def _message(raw: Any, name: str) -> Message:
     elif not isinstance(content, str):
         if content is not None:
             raise Unusable(f"has {name} whose content is {type(content).__name__}, expected text")
-        if not message.get("tool_calls") and "thinking" not in message:
+        if not message.get("tool_calls") and message.get("thinking", False) is False:
             raise Unusable(f"has {name} ({role}) without content")
     return message
 

@@ -414,7 +414,7 @@ def _is_empty(message: Message) -> bool:
     """Return whether a message has no text but white space, no call and no thinking."""
     content = message.get("content") or ""
     said = [content] if isinstance(content, str) else [part["text"] for part in content]
-    return not (any(map(str.strip, said)) or message.get("tool_calls") or "thinking" in message)
+    return not (any(map(str.strip, said)) or message.get("tool_calls") or message.get("thinking"))
 
 
 def _json_of(record: list[Any]) -> bytes:

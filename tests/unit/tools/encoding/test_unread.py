@@ -609,6 +609,7 @@ def test_records_with_a_wrong_tool_or_thinking_cost_only_themselves(
         {"messages": good, "tools": ["search"]},
         {"messages": good, "tools": [{"name": "search"}]},
         {"messages": [user("q"), answer("a", thinking=False)]},
+        {"messages": [user("q"), answer(None, thinking=False)]},
     ]
     texts, _, _ = run(records, tmp_path, model)
     assert len(texts) == 2
