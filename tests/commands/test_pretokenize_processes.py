@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.commands import COMMAND
-from support.corpora import write_ballast
+from support.corpora import messages_in, write_ballast
 from support.data_sets import files_of
 from support.pretokenizing import make
 
@@ -48,7 +48,7 @@ def run(
 
 def line_of(result: subprocess.CompletedProcess[str], code: int) -> str:
     assert result.returncode == code, result.stderr
-    (line,) = result.stderr.splitlines()
+    (line,) = messages_in(result.stderr)
     return line
 
 

@@ -28,7 +28,7 @@ from support.commands import (
     run_json,
     start,
 )
-from support.corpora import texts, write_ballast, write_lines, write_long_corpus
+from support.corpora import messages_in, texts, write_ballast, write_lines, write_long_corpus
 from support.data_sets import files_of
 from support.object_server import remote_store
 from support.processes import children_of, eventually
@@ -91,7 +91,7 @@ def test_an_interruption_ends_in_one_line_and_leaves_no_process(
     words = (corpus, out, "--tokenizer", tokenizer, "--shard-size", "30KB")
     process, errors = ended_by(number, 1, *words, group=number == signal.SIGINT)
     assert process.returncode == 128 + number
-    (line,) = errors.splitlines()
+    (line,) = messages_in(errors)
     assert line.startswith("interrupted: ")
     assert "the same command continues" in line
     _wait_until_gone(process.pid)
@@ -128,7 +128,7 @@ def test_a_killed_worker_is_an_error_and_no_hang(
         assert process.returncode == 0, stderr
         return
     assert process.returncode == 1
-    (line,) = stderr.splitlines()
+    (line,) = messages_in(stderr)
     assert line.startswith("error: a worker process was killed")
     assert re.search(rf", at unit \d+, {corpus}/", line)
 
@@ -184,7 +184,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(
         text=True,
     )
     assert result.returncode == 1
-    (line,) = result.stderr.splitlines()
+    (line,) = messages_in(result.stderr)
     assert line.startswith("error: ")
     assert "File too large" in line
     run(corpus, out, *options)

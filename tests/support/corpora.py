@@ -84,6 +84,12 @@ def texts(num_documents: int, seed: int = 0) -> list[str]:
     return [" ".join(draw.choices(WORDS, k=draw.randint(1, 400))) for _ in range(num_documents)]
 
 
+def messages_in(stderr: str) -> list[str]:
+    """The lines of a command, without the one that names the texts beside the records of
+    `corpus`."""
+    return [line for line in stderr.splitlines() if "beside records as text" not in line]
+
+
 def write_ballast(folder: Path) -> None:
     """Make a corpus large enough for worker processes: one record more, without text."""
     record = {"text": "", "unused": "x" * 2_000_000}
