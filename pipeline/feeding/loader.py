@@ -378,7 +378,8 @@ class ShardLoader:
         if self.epochs is None or plan.num_windows > 1 or None in plan.epoch_tokens:
             raise TypeError(
                 "the number of batches is not known in advance: use `estimated_batches`, or train "
-                "for a number of steps"
+                "for a number of steps. In place of a torch DataLoader around a ShardLoader, use "
+                "`tokenfeed.integrations.dataloader.StatefulShardLoader(loader)`."
             )
         if self._length is None:
             self._length = self._single_windows(plan)(_START).num_batches

@@ -223,6 +223,8 @@ def advanced(folder: Path, batches: int) -> ShardLoader:
 def test_dataloader_over_a_loader_names_the_right_class(make_dataset: MakeDataset) -> None:
     with pytest.raises(ConfigError, match=r"StatefulShardLoader\(loader\)"):
         next(iter(DataLoader(open_loader(make_dataset([5, 3])))))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="DataLoader around a ShardLoader, use `tokenfeed"):
+        next(iter(DataLoader(open_loader(make_dataset([5, 3]), epochs=None))))  # type: ignore[arg-type]
 
 
 def test_repr_of_a_loader_names_data_policy_and_position(both_splits: Path) -> None:
