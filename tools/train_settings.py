@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 from msgspec import Meta
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
+from tokenfeed.pipeline.feeding.placement import first_number
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import column_of
 from tokenfeed.pipeline.text import count_of
@@ -46,6 +47,7 @@ from tokenfeed.trainer.data.recommended import (
     data_defaults,
     default_epochs,
     gpu_default,
+    ranks_default,
     scaling,
     schedule_defaults,
     step_bound,
@@ -559,6 +561,9 @@ def _chosen(
         choices.append(Choice({"dropout": 0.0}, "packed rows on a GPU drop no attention weights"))
     if on_gpu and "micro_batch_tokens" not in given:
         choices += filter(None, [gpu_default(command(), packed=packed)])
+    if "micro_batch_tokens" not in given:
+        ranks = first_number("WORLD_SIZE")[1] or 1
+        choices += filter(None, [ranks_default(command(), ranks)])
     found = command()
     if quiet:
         return found

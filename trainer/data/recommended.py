@@ -358,3 +358,17 @@ def gpu_default(config: TrainConfig, *, packed: bool) -> Choice | None:
     if config.shard_model or (not packed and config.step_rows is None):
         return None
     return Choice({"micro_batch_tokens": "auto"}, "as many as fit the GPU")
+
+
+def ranks_default(config: TrainConfig, ranks: int) -> Choice | None:
+    """Return the largest micro-batch with which each rank has one in a step of the same size; None
+    if all ranks have one already, or no size is small enough."""
+    if config.micro_batch_tokens == "auto" or config.accumulation >= ranks:
+        return None
+    row = 1 if config.step_rows is None else config.sequence_length
+    step, length = config.step_rows or config.step_tokens, config.sequence_length
+    sizes = [row * step // count for count in range(ranks, step + 1) if step % count == 0]
+    whole = [size for size in sizes if size >= length and size % length == 0]
+    return (
+        Choice({"micro_batch_tokens": whole[0]}, f"{ranks} ranks share a step") if whole else None
+    )

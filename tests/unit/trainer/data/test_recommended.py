@@ -236,3 +236,18 @@ def test_steps_of_fine_tuned_completions_have_32_examples() -> None:
     assert 32 * 100 <= chosen["step_tokens"] < 32 * 100 + chosen["micro_batch_tokens"]
     few = make_manifest("complete", 60, 100, 400)
     assert data_defaults(few, {"model": "hf:folder"})[0].settings["step_tokens"] == 1792
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("task", ["lm", "complete", "classify"])
+def test_chosen_sizes_give_each_rank_a_micro_batch_of_the_same_step(
+    task: Task, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("--shards", write_labelled(tmp_path, task), "--device", "cpu", "--steps", 3)
+    alone = parsed(*options)
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    shared = parsed(*options)
+    assert alone.accumulation < ranks <= shared.accumulation
+    assert (shared.step_rows, shared.step_tokens) == (alone.step_rows, alone.step_tokens)
+    told = parsed(*options, "--micro-batch-tokens", alone.micro_batch_tokens)
+    assert told.micro_batch_tokens == alone.micro_batch_tokens
