@@ -14,8 +14,10 @@ complete it.
     Trainer(..., callbacks=[StallCallback()])    # any Trainer, any data: where does its time go?
 """
 
+import dataclasses
 import json
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,11 @@ from tokenfeed.trainer.stall import StallReport
 
 _STATE_FILE = "loader.json"
 _LABEL_TASKS = ("classify", "score", "tag")
+_OF_THE_LOADER = (
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "dataloader_num_workers"),
+    *("dataloader_prefetch_factor", "dataloader_drop_last", "train_sampling_strategy"),
+)
+"""Settings of the Trainer that a ShardLoader has in its place."""
 
 
 class _WholeSteps(StatefulShardLoader):
@@ -110,9 +117,25 @@ class ShardTrainerMixin:
                 refuse_weights(self.train_dataset.manifest.columns, "`train_dataset`")
             if self.compute_loss_func is None and self.train_dataset.manifest.task in _LABEL_TASKS:
                 self.compute_loss_func = self._loss_of_labels
+        self._warn_of_unused()
         self.args.ignore_data_skip = True  # the loader continues at its position
         self._real_rows = 0
         self.add_callback(_LoaderState())  # type: ignore[attr-defined]
+
+    def _warn_of_unused(self: Any) -> None:
+        """Warn of settings of the Trainer that have no effect, if they are not the defaults."""
+        usual = {each.name: each.default for each in dataclasses.fields(self.args)}
+        unused = [
+            f"{name}={getattr(self.args, name)}"
+            for name in _OF_THE_LOADER
+            if name in usual and getattr(self.args, name) != usual[name]
+        ]
+        if unused:
+            warnings.warn(
+                f"{', '.join(unused)}: not used, because the loader makes the batches. Pass "
+                "`batching` and `num_workers` to ShardLoader instead.",
+                stacklevel=3,
+            )
 
     def _check_training(self: Any, loader: ShardLoader) -> None:
         """Reject a loader whose ranks are not those of the Trainer."""

@@ -44,6 +44,18 @@ def trainer(folder: Path, loader: ShardLoader, **settings: Any) -> ShardTrainer:
     return ShardTrainer(model=model, args=args, train_dataset=loader, **settings)
 
 
+def test_settings_of_the_trainer_that_the_loader_replaces_are_named(
+    shards: Path, tmp_path: Path
+) -> None:
+    args = transformers.TrainingArguments(
+        str(tmp_path), use_cpu=True, per_device_train_batch_size=2, dataloader_num_workers=3
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config_of("Llama"))
+    unused = "^per_device_train_batch_size=2, dataloader_num_workers=3: not used"
+    with pytest.warns(UserWarning, match=unused):
+        ShardTrainer(model=model, args=args, train_dataset=open_split(shards))
+
+
 def test_trainer_evaluates_the_same_rows_each_time(shards: Path, tmp_path: Path) -> None:
     validation = open_split(shards, "validation", epochs=1, shuffle=False)
     next(iter(validation))  # someone looks at a batch, and leaves
