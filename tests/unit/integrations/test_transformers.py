@@ -48,7 +48,11 @@ def test_settings_of_the_trainer_that_the_loader_replaces_are_named(
     shards: Path, tmp_path: Path
 ) -> None:
     args = transformers.TrainingArguments(
-        str(tmp_path), use_cpu=True, per_device_train_batch_size=2, dataloader_num_workers=3
+        str(tmp_path),
+        max_steps=1,
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        dataloader_num_workers=3,
     )
     model = transformers.AutoModelForCausalLM.from_config(config_of("Llama"))
     unused = "^per_device_train_batch_size=2, dataloader_num_workers=3: not used"
