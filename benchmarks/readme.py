@@ -353,7 +353,7 @@ TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {
     "stall-simulated": kinds_table,
     "stall_tools": stall_tables.share_table,
     "stall_tools/cost": stall_tables.cost_table,
-    "stall_tools/overhead": stall_tables.overhead_table,
+    "overhead": stall_tables.overhead_table,
     **remote_tables.TABLES,
     **scenarios_tables.TABLES,
     **shuffle_tables.TABLES,

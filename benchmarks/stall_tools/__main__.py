@@ -7,11 +7,8 @@ and in the way that lets TraceML see most: its quick start brackets the step fro
 the optimizer, and here the bracket holds evaluation and saving as well, which TraceML counts as
 `Residual`; batches that come from no DataLoader are wrapped.
 
-Then overhead.py measures what the hooks cost in a step.
-
 Refuted if the share of `tokenfeed stall` is over 2 points from the stopwatch, if its verdict names
-another cause, if its runs take longer than those of TraceML, or if the hooks cost 0.5 % of a step
-of 15 ms.
+another cause, or if its runs take longer than those of TraceML.
 
 usage: python -m benchmarks.stall_tools --traceml peers/bin/traceml    # pip install traceml-ai
 """
@@ -30,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.protocol import write_result
-from benchmarks.stall_tools.overhead import STEP_MS, overhead
 
 __all__ = ["FAULTS", "share_of_stopwatch", "with_traceml"]
 
@@ -184,9 +180,6 @@ def main() -> None:
         results.append(run(tool, fault, options.traceml))
         print(json.dumps(results[-1]), flush=True)
     if not options.only:
-        for step_ms in STEP_MS:
-            results.append(overhead(step_ms))
-            print(json.dumps(results[-1]), flush=True)
         write_result("stall_tools", results, traceml=version_of(options.traceml))
 
 

@@ -154,6 +154,8 @@ class Watch:
         self._calls_since_update = self._tokens = self._slots = 0
         self._training: Any = None
         """The data set of the latest batch outside of an evaluation."""
+        self._stepped_on: Any = None
+        """The data set of the latest batch before a step."""
         self._trained_on: set[int] = set()
         """The ids of the data sets of the latest batches before a step."""
         self._fetching: Callable[[], Any] = _nothing
@@ -608,7 +610,8 @@ class Watch:
             self._meter.knows_padding = True
         run.last = self._meter.end_step(tokens, slots, slots or 1.0)
         self._iterator, run.known_before = self._fetching, run.known
-        if self._training is not None:
+        if self._training is not self._stepped_on:
+            self._stepped_on = self._training
             run.trained_on = id(self._training)
             self._trained_on.add(run.trained_on)
         run.steps += 1
