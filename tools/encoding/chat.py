@@ -406,17 +406,14 @@ class ChatTemplate:
             alone, whole = self._text(changed.until(turn + 1)), self._text(changed)
         except Unusable:
             return "", ""
-        before, _, rest = whole.partition(mark)
+        if alone.count(mark) != 1 or whole.count(mark) != 1 or not prompt.startswith(asked):
+            return "", ""
         header, end = prompt.removeprefix(asked), alone.partition(mark)[2]
-        is_known = (
-            alone.count(mark) == whole.count(mark) == 1
-            and "" != header != prompt
-            and before.endswith(header)
-            and text.startswith(before)
-            and rest.startswith(end)
-            and text.endswith(rest := rest.removeprefix(end), len(before))
-        )
-        return (before, text.removesuffix(rest)) if is_known and rest else ("", "")
+        before, _, behind = whole.partition(mark)
+        rest = behind.removeprefix(end)
+        is_before = header and before.endswith(header) and text.startswith(before)
+        is_behind = rest and behind.startswith(end) and text.endswith(rest, len(before))
+        return (before, text.removesuffix(rest)) if is_before and is_behind else ("", "")
 
     def _check_work(self, conversation: Conversation, text: str, *, of_turn: int) -> None:
         """Compare the renderings of a conversation, so many for each turn, with the most.

@@ -326,7 +326,8 @@ _SWITCHES: dict[str, tuple[str, type, str]] = {
     "strip_accents": ("normalizer", normalizers.BertNormalizer, "strip_accents"),
     "tokenize_chinese_chars": ("normalizer", normalizers.BertNormalizer, "handle_chinese_chars"),
 }
-"""Switches of tokenizer_config.json by which transformers changes what tokenizer.json has."""
+"""Settings of tokenizer_config.json that transformers puts in place of those of tokenizer.json: the
+part of the tokenizer, its type, and its attribute."""
 
 
 def _text_problems(tokenizer: Tokenizer, files: ModelFiles) -> tuple[str, ...]:

@@ -407,11 +407,13 @@ def add_adapters(model: HubModel, head: Head, config: TrainConfig) -> None:
     """
     import peft
 
+    alpha = alpha_of(config.lora, config.lora_alpha)
     assert config.lora is not None
+    assert alpha is not None
     target, added = config.lora_target, model.added_rows
     settings = peft.LoraConfig(
         r=config.lora,
-        lora_alpha=alpha_of(config.lora, config.lora_alpha) or 0,
+        lora_alpha=alpha,
         lora_dropout=config.dropout or 0.0,
         trainable_token_indices=added or None,
         target_modules=target if target == ALL_LINEAR else target.replace(" ", "").split(","),
