@@ -21,7 +21,10 @@ from torch.torch_version import TorchVersion
 _LEAST_CAPABILITY = (8, 0)
 _HOPPER = 9
 _FLASH_3 = "flash_attn_interface"
-"""The module of FlashAttention 3."""
+"""The module of FlashAttention 3, as its own build installs it."""
+_HUB_FLASH_3 = "kernels-community/flash-attn3"
+"""The same operators, built for many versions of torch, which the package `kernels` loads."""
+_HUB_VERSION = 1
 _VARLEN_TAKES_GROUPS = TorchVersion(torch.__version__) >= "2.12"
 
 _log = logging.getLogger(__name__)
@@ -154,7 +157,7 @@ def choose_flash_attention(device: torch.device, dtype: torch.dtype, *, drops: b
     """Let torch use FlashAttention 3 where it works, else FlashAttention 2.
 
     Args:
-        device: Needs compute capability 9 and the package of FlashAttention 3.
+        device: Needs compute capability 9, and FlashAttention 3 or the package `kernels`.
         dtype: Needs half precision.
         drops: Whether the model may set attention weights to 0, which FlashAttention 3 cannot do.
     """
@@ -166,11 +169,27 @@ def choose_flash_attention(device: torch.device, dtype: torch.dtype, *, drops: b
         attention.restore_flash_attention_impl()
     if not _has_varlen(device, dtype) or torch.cuda.get_device_capability(device)[0] != _HOPPER:
         return
-    if not drops and importlib.util.find_spec(_FLASH_3) is not None:
-        try:
-            attention.activate_flash_attention_impl("FA3")
-        except (ImportError, OSError, RuntimeError) as error:  # made for another torch or CUDA
-            _log.warning("FlashAttention 3 is installed, but does not load: %s", error)
+    names = {_FLASH_3: "FA3", "kernels": _HUB_FLASH_3}
+    found = next((name for module, name in names.items() if importlib.util.find_spec(module)), None)
+    if drops or found is None:
+        return
+    attention.register_flash_attention_impl(_HUB_FLASH_3, register_fn=_flash_3_of_hub)
+    try:
+        attention.activate_flash_attention_impl(found)
+    except Exception as error:  # made for another torch or CUDA; or the Hub cannot be reached
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        _log.warning("FlashAttention 3 is installed, but does not load (%s): %s", found, reason)
+
+
+def _flash_3_of_hub() -> Any:
+    """Let torch use the operators of FlashAttention 3 that `kernels` loads, which have another
+    namespace than torch looks for."""
+    from kernels import get_kernel  # type: ignore[import-not-found]
+    from torch.nn.attention._fa3 import register_flash_attention_fa3
+
+    module = get_kernel(_HUB_FLASH_3, version=_HUB_VERSION)
+    torch.ops.flash_attn_3 = module._ops.ops  # type: ignore[attr-defined]
+    return register_flash_attention_fa3(module.__name__)
 
 
 def kernel_line(
@@ -212,9 +231,11 @@ def kernel_line(
 def _flash_version(major: int) -> str:
     from torch.nn import attention
 
-    if getattr(attention, "current_flash_attention_impl", lambda: None)() == "FA3":
-        return "version 3"
-    return f"version 2 (version 3 needs the module {_FLASH_3})" if major == _HOPPER else "version 2"
+    active = getattr(attention, "current_flash_attention_impl", lambda: None)()
+    if active is not None:
+        return f"version 3 ({active})" if active == _HUB_FLASH_3 else "version 3"
+    needed = f" (version 3 needs the module {_FLASH_3} or kernels)" if major == _HOPPER else ""
+    return f"version 2{needed}"
 
 
 def attend(

@@ -150,6 +150,53 @@ def test_flash_attention_3_is_used_where_installed(hopper: Path) -> None:
     assert line().endswith("flash attention, version 3")
 
 
+KERNELS = """
+from types import SimpleNamespace
+import torch
+
+library = torch.library.Library("flash_attn3_of_hub", "FRAGMENT")
+schema = "(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)"
+for name in ("fwd", "bwd"):
+    if not hasattr(torch.ops.flash_attn3_of_hub, name):
+        library.define(name + schema)
+
+def get_kernel(repository, *, version):
+    assert (repository, version) == ("kernels-community/flash-attn3", 1)
+    ops = SimpleNamespace(ops=torch.ops.flash_attn3_of_hub)
+    return SimpleNamespace(__name__="kernels", _ops=ops)
+"""
+
+
+def test_flash_attention_3_comes_from_the_hub_where_only_kernels_is_installed(
+    hopper: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flash_3 = pytest.importorskip("torch.nn.attention._fa3")
+    monkeypatch.delitem(sys.modules, "kernels", raising=False)
+    monkeypatch.setattr(torch.ops, "flash_attn_3", None)  # and back
+    (hopper / "kernels.py").write_text(KERNELS)
+    importlib.invalidate_caches()
+    choose_flash_attention(CUDA, torch.bfloat16, drops=False)
+    assert flash_3._FA3_CUDA_FWD is torch.ops.flash_attn3_of_hub.fwd
+    assert flash_3._FA3_CUDA_BWD is torch.ops.flash_attn3_of_hub.bwd
+    line = kernel_line(CUDA, torch.bfloat16, "ends", packed=True, drops=False)
+    assert line.endswith("version 3 (kernels-community/flash-attn3)")
+    choose_flash_attention(CUDA, torch.bfloat16, drops=True)
+    assert attention.current_flash_attention_impl() is None
+
+
+def test_a_hub_that_cannot_be_reached_leaves_version_2_and_a_line(
+    hopper: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delitem(sys.modules, "kernels", raising=False)
+    (hopper / "kernels.py").write_text(
+        "def get_kernel(*args, **named):\n    raise ConnectionError('no route to the Hub')\n"
+    )
+    importlib.invalidate_caches()
+    choose_flash_attention(CUDA, torch.bfloat16, drops=False)
+    assert attention.current_flash_attention_impl() is None
+    assert "no route to the Hub" in caplog.text
+
+
 def test_damaged_flash_attention_3_falls_back_with_a_warning(
     hopper: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
