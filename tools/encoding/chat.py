@@ -371,6 +371,12 @@ class ChatTemplate:
                     f"message {turn + 1}: it is not certain where it begins and ends, because the "
                     f"template renders it otherwise in a longer conversation. {self._remedy}"
                 )
+            if header := self._header(conversation, turn, before, text):
+                raise Unusable(
+                    f"message {turn + 1}: the template begins it with {header[:_SHOWN]!r}, which "
+                    "would be learnt, because it is no generation prompt. Write it also if "
+                    f"add_generation_prompt is true. Or: {self._remedy}"
+                )
             stops = self.special.finditer(until, len(before))
             ends = (stop.end() for stop in stops if not until[stop.end() :].strip())
             end = next(ends, None)
@@ -379,6 +385,22 @@ class ChatTemplate:
                 end = stop.end() if stop else len(until)
             said.append((len(before), end))
         return said
+
+    def _header(self, conversation: Conversation, turn: int, before: str, text: str) -> str:
+        """Return what the template writes between the messages before a message of the assistant
+        and its content, if it has no generation prompt there."""
+        content = conversation.messages[turn].get("content")
+        said = content.strip() if isinstance(content, str) else ""
+        if said and text[len(before) :].lstrip().startswith(said):
+            return ""
+        mark, messages = mark_for(text) or "", conversation.messages[:turn]
+        answered = replace(
+            conversation, messages=[*messages, {"role": "assistant", "content": mark}]
+        )
+        with suppress(Unusable):
+            if mark and self._text(conversation.until(turn)) == before:
+                return self._text(answered).removeprefix(before).partition(mark)[0].strip()
+        return ""
 
     def _by_another(
         self, conversation: Conversation, turn: int, prompt: str, text: str

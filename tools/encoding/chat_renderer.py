@@ -50,10 +50,18 @@ _NOT_WRITTEN = re.compile(
     | (?P<written>{_TEXT.pattern}) (?P<compared>\s*(?:[=!]=|(?:not\s+)?in\b))?""",
     re.DOTALL | re.VERBOSE,
 )
+_STRICT = re.compile(
+    rf"""{_TEXT.pattern} | (?P<json>\|\s*tojson\b)
+    | (?<![\w.])(?!(?:in|not|and|or|if|else|is)\b)
+      (?P<value>\w+(?:\.\w+|\[[^][]*\]|\([^()]*\))*)(?P<slice>\[[^][:]*:[^][]*\])""",
+    re.DOTALL | re.VERBOSE,
+)
+"""Matches `tojson`, and slices of variables. Jinja refuses both for a value that is missing."""
 _INTEGER_BITS = 63
 UNLIKE_SPACE = re.compile(r'"(?:\\[nrtf]|\s)*\\u001[c-f]|\\u001[c-f](?:\\[nrtf]|\s)*"')
 """Matches, in JSON, a text that begins or ends with a character that only Python takes for white
 space, so that `trim` differs."""
+_RAW = re.compile(r"\{%[-+]?\s*raw\b")
 _PLACE = re.compile(r" \(in \w+:(\d+)\)")
 
 
@@ -140,6 +148,8 @@ class Renderer:
             pycompat=True, trim_blocks=True, lstrip_blocks=True, debug=False, fuel=_FUEL
         )
         made.add_filter("tojson", to_json)
+        made.add_filter("tokenfeed_sliced", _sliced)
+        made.add_global("tokenfeed_missing", _Missing())
         made.add_test("iterable", lambda value: hasattr(value, "__iter__"))
         made.add_test("sequence", lambda value: hasattr(value, "__getitem__"))
         made.add_test("number", lambda value: isinstance(value, int | float | _Number))
@@ -147,7 +157,7 @@ class Renderer:
         made.add_global("raise_exception", _refuse)
         made.remove_global("debug")
         try:
-            made.add_template("text", _GENERATION.sub(_with_mark, source))
+            made.add_template("text", _GENERATION.sub(_with_mark, _strict(source)))
         except BaseException as error:
             raise unusable("is not valid", error) from None
 
@@ -179,15 +189,43 @@ renderer = functools.cache(Renderer)
 
 def texts_written(source: str) -> str:
     """Return a template without comments, and without the texts that it searches or compares."""
-    source, parts, at = _without_comments(source), [], 0
+    return _with_tags(_without_comments(source), lambda tag: _NOT_WRITTEN.sub(_kept_text, tag))
+
+
+def _with_tags(source: str, change: Callable[[str], str]) -> str:
+    """Return a template with changed tags."""
+    parts, at = [], 0
     for begin, end in _tags(source):
-        parts += [source[at:begin], _NOT_WRITTEN.sub(_kept_text, source[begin:end])]
+        parts += [source[at:begin], change(source[begin:end])]
         at = end
     return "".join([*parts, source[at:]])
 
 
 def _kept_text(found: re.Match[str]) -> str:
     return "" if found["compared"] else found["written"] or ""
+
+
+def _strict(source: str) -> str:
+    """Return a template that fails where it slices a missing value or writes it as JSON."""
+    if _RAW.search(source):
+        return source
+    pieces = _between_comments(source)
+    return "".join(
+        _with_tags(text, lambda tag: _STRICT.sub(_as_strict, tag)) + comment
+        for text, comment in pieces
+    )
+
+
+def _as_strict(found: re.Match[str]) -> str:
+    if found["json"]:
+        return f"|default(tokenfeed_missing){found['json']}"
+    return f"({found['value']}|tokenfeed_sliced){found['slice']}" if found["slice"] else found[0]
+
+
+def _sliced(value: Any) -> Any:
+    if value is None:
+        raise TypeError("it slices a value that is missing")
+    return value
 
 
 def _tags(source: str) -> Iterator[tuple[int, int]]:
@@ -202,11 +240,16 @@ def _tags(source: str) -> Iterator[tuple[int, int]]:
 
 
 def _without_comments(source: str) -> str:
-    parts, at = [], 0
+    return "".join(text for text, _ in _between_comments(source))
+
+
+def _between_comments(source: str) -> Iterator[tuple[str, str]]:
+    """Yield each text and the comment behind it; the last text has none."""
+    at = 0
     while (begin := source.find("{#", at)) >= 0 and (end := source.find("#}", begin + 2)) >= 0:
-        parts.append(source[at:begin])
+        yield source[at:begin], source[begin : end + 2]
         at = end + 2
-    return "".join([*parts, source[at:]])
+    yield source[at:], ""
 
 
 def rendered_by_transformers(source: str, variables: dict[str, Any]) -> str | None:
@@ -269,9 +312,15 @@ def _encoder(
     )
 
 
+class _Missing:
+    """Stands for a value that is missing, and that a template writes as JSON."""
+
+
 def _value_of(value: object) -> float:
     if isinstance(value, _Number):
         return value.value
+    if isinstance(value, _Missing):
+        raise TypeError("it writes a value that is missing as JSON")
     raise TypeError(f"{type(value).__name__} is no value of JSON")
 
 

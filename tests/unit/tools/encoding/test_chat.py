@@ -385,6 +385,14 @@ def test_an_uncertain_turn_is_named() -> None:
     }
 
 
+def test_a_header_that_is_no_generation_prompt_is_not_learnt() -> None:
+    source = CHATML.replace("{% if add_", "{% if messages[-1].role == 'user' and add_")
+    user, answer = ({"role": role, "content": "a"} for role in ("user", "assistant"))
+    samples = encode(source, [[user, answer], [user, answer, answer]])
+    assert samples.unusable.keys() == {1}
+    assert "message 3: the template begins it with '<|im_start|>assistant'" in samples.unusable[1]
+
+
 def test_a_token_over_a_seam_has_its_first_kind_and_is_counted() -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "\n x"}]
     samples = encode(GENERATING, [messages])
@@ -852,6 +860,7 @@ OBJECT_OPERATIONS = [
     *("(tools or [])[1:] | tojson", "m", "m.tool_calls", "a | pprint", "c.items() | list | string"),
     *("c.function.name if messages[-1].tool_call_id == c.id else ''", "{'a': 'A'}[c.id]"),
     *("(a | tojson) if a.is_read else 1", "(a | tojson) if a.settings else 1"),
+    *("c.missing[:2]", "c['missing'] | tojson", "m.get('missing')[-1:]", "c.id[:1]"),
 ]
 
 
