@@ -167,7 +167,7 @@ def model_of(task: Task) -> Transformer:
 
 
 def validation_loss(model: nn.Module, task: Task, loaders: SplitLoaders) -> float:
-    shown = loaders.evaluation_batches("validation", None)
+    shown = loaders.evaluation_batches("validation")
     return evaluate(model, task, shown, Precision("fp32", CPU), World(CPU))["loss"]
 
 

@@ -528,6 +528,11 @@ class ShardLoader:
         """
         return origins_of(self._sources, batch.rows, batch.starts, batch.piece_lengths)
 
+    def _deliver_part(self, tokens: int) -> None:
+        """Deliver random rows of about `tokens` tokens in an epoch, whatever the micro-batches and
+        the ranks are. Needs one data set and a shuffle. Call this before the first batch."""
+        self._delivery.go_on_from(Delivered(self._plan.with_part(tokens)))
+
     @contextlib.contextmanager
     def _undone_by_errors(self) -> Iterator[None]:
         """Deliver the batches of the block again if it raises, for code that takes several batches

@@ -32,7 +32,7 @@ the digest is the same on every rank, for any number of ranks and workers. Every
 place of its micro-batch, so another order of rows gives another digest. Torch-free.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -42,9 +42,14 @@ from tokenfeed.pipeline.planning.permutation import blocks, mix64
 from tokenfeed.pipeline.planning.policies import (
     Batching,
     Pieces,
+    cut_rows,
+    random_order,
     regroup,
 )
 from tokenfeed.pipeline.planning.schedule import Draw
+
+_OF_PART = 0x70617274
+"""Distinguishes the random numbers that choose a part of a window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +135,33 @@ def plan_window(
         return WindowPlan(arranged.cut, order, None, batch_offsets, steps)
     pieces, sequence_offsets = regroup(*arranged.packed, order)
     return WindowPlan(arranged.cut, pieces, sequence_offsets, batch_offsets, steps)
+
+
+def plan_part(
+    tokens: int,
+    lengths: np.ndarray,
+    batching: Batching,
+    *,
+    step_size: int,
+    draw: Draw,
+    labels: np.ndarray | None,
+) -> WindowPlan:
+    """Plan random pieces of a window, at most `tokens` tokens, but at least one piece. The size of
+    micro-batches does not change which ones. The policy may not `split` or crop. See `plan_window`
+    for the other arguments."""
+    cut = cut_rows(lengths, batching.longest_piece)
+    kept = cut.beginnings if batching.long_rows == "truncate" else np.arange(len(cut.lengths))
+    kept = kept[random_order(len(kept), draw.key ^ _OF_PART)]
+    count = np.searchsorted(np.cumsum(cut.lengths[kept]), tokens, side="right")
+    chosen = np.sort(kept[: max(1, int(count))])
+    planned = plan_window(
+        cut.lengths[chosen],
+        batching,
+        step_size=step_size,
+        draw=draw,
+        labels=None if labels is None else labels[chosen],
+    )
+    return replace(planned, cut=cut, pieces=chosen[planned.pieces])
 
 
 def file_order(lengths: np.ndarray, sources: np.ndarray) -> np.ndarray:

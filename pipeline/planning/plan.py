@@ -131,6 +131,8 @@ class Plan:
     earlier: tuple[tuple[int, int], tuple[Earlier, ...]] = ((0, 0), ())
     """Epoch and window in which a resumed run has changed micro-batches or steps, and how the
     window was read before."""
+    part: int | None = None
+    """Tokens of an epoch to deliver, of random rows of its first windows; None: all."""
 
     @classmethod
     def from_splits(
@@ -236,6 +238,18 @@ class Plan:
         ends = np.append(0, np.maximum.accumulate(joined[:, 1]))
         found: np.ndarray = rows < ends[before]
         return found
+
+    def with_part(self, tokens: int) -> Self:
+        """Return the plan of about `tokens` random tokens of the only source."""
+        return replace(self, part=tokens, epoch_tokens=(None,))
+
+    def part_of(self, window: int) -> int | None:
+        """Return the tokens to deliver of a window; None: all."""
+        if self.part is None:
+            return None
+        size = self.order.stretches[0].window_tokens
+        left = self.part - window * size
+        return None if left >= size else int(left)
 
     def earlier_in(self, epoch: int, window: int) -> tuple[Earlier, ...]:
         """Return how the beginning of a window of this stream was read; see `earlier`."""
@@ -377,7 +391,10 @@ class Plan:
     @property
     def num_windows(self) -> int:
         """Number of windows of this stream in an epoch."""
-        return len(range(self.stream, self.order.num_windows, self.num_streams))
+        count = self.order.num_windows
+        if self.part is not None:
+            count = min(count, math.ceil(self.part / self.order.stretches[0].window_tokens))
+        return len(range(self.stream, count, self.num_streams))
 
     def next_window(self, position: Position) -> Position:
         """Return the position of the beginning of the next window."""

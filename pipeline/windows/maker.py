@@ -7,6 +7,7 @@ and make the same slices as the parent would. Torch-free.
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from tokenfeed.pipeline.planning.batching import (
     digests,
     file_order,
     missing_rounds,
+    plan_part,
     tokens_by_source,
     with_fillers,
 )
@@ -71,15 +73,7 @@ class WindowMaker:
         number = plan.window_number(nth)
         batching = plan.batching_of(number)
         window = self.reader.read(plan.order.window(epoch, number), Ahead(plan, position))
-        planned = plan_resized(
-            plan.earlier_in(epoch, nth),
-            window.rows.lengths,
-            batching,
-            step_size=plan.micro_batches_per_step,
-            draw=plan.order.draw(epoch, number),
-            labels=_column_of(window, "target"),
-            rows=self._rows_in_order(window) if plan.order.keeps_rows else None,
-        )
+        planned = self._planned(window, epoch, nth)
         left_out = _left_out(planned, window, nth) if batching.last == "drop" else (0, 0)
         rounds = deal_rounds(
             planned.step_offsets,
@@ -121,6 +115,17 @@ class WindowMaker:
             "left_out": np.array(left_out),
         }
         return self._slice(window, mine, batching, self._rule_of(number), known)
+
+    def _planned(self, window: Window, epoch: int, nth: int) -> WindowPlan:
+        plan, lengths = self.plan, window.rows.lengths
+        number = plan.window_number(nth)
+        batching, draw = plan.batching_of(number), plan.order.draw(epoch, number)
+        given: Any = {"step_size": plan.micro_batches_per_step, "draw": draw}
+        given["labels"] = _column_of(window, "target")
+        if (tokens := plan.part_of(number)) is not None:
+            return plan_part(tokens, lengths, batching, **given)
+        rows = self._rows_in_order(window) if plan.order.keeps_rows else None
+        return plan_resized(plan.earlier_in(epoch, nth), lengths, batching, rows=rows, **given)
 
     def _slice(
         self,

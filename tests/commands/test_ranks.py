@@ -90,6 +90,7 @@ def runs_in(folder: Path, every_task: Path) -> dict[str, Run]:
     begun = {"model": "shallow", "init_from": folder / "first", "learning_rate": 1e-4}
     begun |= {"trainable": "blocks.1.*,norm.*"}
     small = {"compress_checkpoints": True}
+    part, larger = {"eval_tokens": 64}, {"micro_batch_tokens": 128}
     runs: dict[str, Run] = {
         "1": (1, of("1")),
         "2": (2, of("2", late=(1, LATE_S))),
@@ -103,6 +104,11 @@ def runs_in(folder: Path, every_task: Path) -> dict[str, Run]:
         "changing, stopped": (2, of("changing", ends=("stop", 1, 1), **dropping)),
         "changing, on three": (3, of("changing", ends=("stop", 2, 2), **dropping, **resumed)),
         "changing": (1, of("changing", **dropping, **resumed)),
+        "part": (1, of("part", **part)),
+        "same part, stopped": (2, of("same part", **part, **larger, ends=("stop", 0, 2))),
+        "same part": (1, of("same part", **part, **resumed, micro_batch_tokens=32)),
+        "classes, part": (1, of("classes, part", "classify padded", **part)),
+        "classes, same part": (2, of("classes, same part", "classify padded", **part, **larger)),
         "muon 1": (1, of("muon 1", optimizer="muon", model="support.training:small_model")),
         "muon 3": (3, of("muon 3", optimizer="muon", model="support.training:small_model")),
         "killed": (2, of("killed", ends=("kill", 1, 3), **often)),
@@ -154,6 +160,7 @@ def assert_like(trained: Trained, name: str, other: str) -> None:
         pytest.param("changing", "dropping", id="two, three and one, with dropout"),
         pytest.param("shares", "1", id="shares"),
         pytest.param("other shares", "1", id="shares, whole weights and other shares"),
+        pytest.param("same part", "part", id="evaluations of a part, other micro-batches"),
         pytest.param("begun shares", "begun", id="shares of part of the weights of another run"),
         *(
             pytest.param(f"{data} shares", f"{data} whole", id=f"shares of {data}")
@@ -163,6 +170,13 @@ def assert_like(trained: Trained, name: str, other: str) -> None:
 )
 def test_any_ranks_train_as_one(name: str, other: str, trained: Trained) -> None:
     assert_like(trained, name, other)
+
+
+def test_part_of_labelled_rows_is_the_same_for_any_micro_batch(trained: Trained) -> None:
+    names = ("classes, part", "classes, same part", "classes 1")
+    found = [read_metrics(trained.folder / name, "validation_loss")[0] for name in names]
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    assert found[0] != pytest.approx(found[2], rel=1e-3), "all rows"
 
 
 @pytest.mark.parametrize("name", ["2", "shares"])

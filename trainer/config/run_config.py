@@ -219,7 +219,8 @@ class TrainConfig:
     eval_every: Positive = 100
     """Steps between evaluations. Default: chosen so that evaluations take about 5 % of a run."""
     eval_tokens: Positive | None = None
-    """Largest number of tokens of an evaluation. Every evaluation reads the same tokens."""
+    """Largest number of tokens of an evaluation, from --sequence-length on. Every evaluation reads
+    the same tokens."""
     eval_micro_batch_tokens: Positive | Literal["auto"] = "auto"
     """Tokens of one forward pass of an evaluation. auto: twice --micro-batch-tokens."""
     samples: NotNegative = 0

@@ -111,10 +111,6 @@ class MicroBatch:
         counted = ~targets.isnan() if targets.is_floating_point() else targets != IGNORED
         return counted.view(len(targets), -1).sum(1)
 
-    def without_targets(self) -> "MicroBatch":
-        """Return the same rows without targets."""
-        return replace(self, targets=torch.full_like(self.targets, _none(self.targets)))
-
     def blank_like(self, rows: int, length: int) -> "MicroBatch":
         """Return an empty micro-batch of another shape, with the same fields and without
         targets."""

@@ -231,12 +231,14 @@ class Evaluator:
         limit, config = self._config.eval_tokens, self._config
         if limit is not None and split == "test":  # evaluated once, so it may be larger
             limit *= 1 + math.ceil(config.steps / config.eval_every)
-        tokens = info.tokens if limit is None else min(info.tokens, max(1, limit // folders))
+        tokens = info.tokens
+        if limit is not None:  # a single token may have no target
+            tokens = min(tokens, max(limit // folders, config.sequence_length))
         due = self._loaders.micro_batches_of(tokens, info)
-        most = due if tokens < info.tokens else None
+        part = tokens if tokens < info.tokens else None
         if self._is_new:
             _log.info("evaluating about %s tokens of %s in %s", f"{tokens:,}", split, folder)
-        with contextlib.closing(self._loaders.evaluation_batches(split, most, folder)) as shown:
+        with contextlib.closing(self._loaders.evaluation_batches(split, folder, part)) as shown:
             watched = self._watched(shown, split, due)
             try:
                 return evaluate(

@@ -6,7 +6,6 @@ device, found by trial.
 """
 
 import dataclasses
-import itertools
 import logging
 import math
 from collections.abc import Callable, Generator
@@ -46,6 +45,8 @@ _SPLITS = ("train", "validation", "test")
 """The splits that a run reads."""
 _SPARE_SHARE = 0.05
 """Share of the device's memory to leave free, for gaps between blocks and for libraries."""
+_WINDOW_TOKENS = 1 << 23
+"""Tokens of an evaluation that are arranged together. The default depends on the micro-batch."""
 _ON_CPU = 2048
 """Most tokens of a micro-batch on a CPU. More gain nothing, and do not fit the caches."""
 
@@ -124,33 +125,32 @@ class SplitLoaders:
             )
         return loader
 
-    def evaluation_loader(self, split: str, folder: str | None = None) -> ShardLoader:
+    def evaluation_loader(
+        self, split: str, folder: str | None = None, tokens: int | None = None
+    ) -> ShardLoader:
         """Return a loader that reads a split once, of all data sets or of one.
 
-        It is shuffled, always in the same way. Unshuffled, packing starts with the longest
-        documents, and an evaluation of a part of the split would see no others.
+        It is shuffled, always in the same way. The size of micro-batches and the number of ranks
+        change neither its rows nor how they are packed.
+
+        Args:
+            split: The split.
+            folder: The data set; None: all.
+            tokens: Read random rows of the data set, about so many tokens, but at least one row.
+                None: read all.
         """
-        return self.open(split, self._evaluation, folder)
+        loader = self.open(split, self._evaluation, folder, window_tokens=_WINDOW_TOKENS)
+        if tokens is not None:
+            loader._deliver_part(tokens)
+        return loader
 
     def evaluation_batches(
-        self, split: str, most: int | None, folder: str | None = None
+        self, split: str, folder: str | None = None, tokens: int | None = None
     ) -> Generator[MicroBatch, None, None]:
-        """Yield this rank's micro-batches of an evaluation.
-
-        At most `most` micro-batches count, over all ranks. All ranks must compute equally often. So
-        if the last micro-batches are fewer than the ranks, the remaining ranks get a micro-batch
-        without targets.
-        """
-        with self.evaluation_loader(split, folder) as feed:
-            batches = iter(feed)
-            for first in itertools.count(0, feed.world_size):
-                batch = next(batches, None) if most is None or first < most else None
-                if batch is None:
-                    return
-                micro_batch = self.shape(batch)
-                if most is not None and first + feed.rank >= most:
-                    micro_batch = micro_batch.without_targets()
-                yield micro_batch
+        """Yield this rank's micro-batches of an evaluation, as many on each rank. See
+        `evaluation_loader`."""
+        with self.evaluation_loader(split, folder, tokens) as feed:
+            yield from map(self.shape, feed)
 
     def micro_batches_of(self, tokens: int, split: SplitInfo) -> int:
         """Return how many micro-batches of an evaluation hold about `tokens` tokens; at least 1."""
