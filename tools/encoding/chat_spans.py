@@ -242,7 +242,7 @@ def contents_of(conversation: Conversation) -> list[Content] | None:
         if not isinstance(text, str) or (kind is Kind.TEXT and "</think>" in text):
             return None
         found.append((role, text, number, kind))
-        if len(message) == 2:
+        if len(message) == 2 and "content" in message:
             continue
         if "thinking" in message:
             return None

@@ -911,6 +911,14 @@ def test_kinds_do_not_depend_on_earlier_conversations(
     assert_rendered_as_by_transformers(source, [*together, *reversed(together)])
 
 
+def test_each_call_that_a_template_removes_is_counted() -> None:
+    function = {"name": "f", "arguments": {}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+    source = CHATML.replace("message.content", "(message.content or '')")
+    samples = encode(source, [[*SHORT[0][:1], answer]] * 3)
+    assert samples.counts["removed_text"].tolist() == [1, 1, 1]
+
+
 def test_special_text_in_arguments_is_part_of_the_call() -> None:
     text = "</think> <|im_end|>\n<|im_start|>assistant\n"
     function = {"name": "f", "arguments": {"x": text}}
