@@ -198,7 +198,8 @@ def find_corpus(
         search.add_spooled(file, JSON_LINES)
     search.check_patterns()
     if not splits:
-        _warn_of_split_names([source for source in search.sources if source.name in paths])
+        given = (source for source in search.sources if source.name in paths)
+        _warn_of_split_names([replace(each, name=os.path.basename(each.name)) for each in given])
     of_ids = (source.name for source in search.sources if source.format == TOKENS.name)
     indexes = {name for each in of_ids for name in indexes_beside(each)}
     found = [source for source in search.sources if source.name not in indexes]
@@ -447,6 +448,8 @@ class _InputSearch:
                 *(root, count_of(len(texts), "file"), shown, ", ..." * (len(texts) > _SHOWN)),
             )
         splits = {} if self.splits else _named_splits(tables, root)
+        if not (self.splits or splits):
+            _warn_of_split_names(tables, root)
         for name in sorted({*splits.values()}):
             count = count_of([*splits.values()].count(name), "file")
             logger.info("%s: %s in split %s by name; see --split", root, count, name)
@@ -586,28 +589,33 @@ def _describes(source: InputFile, root: str) -> bool:
     return name in _INFOS
 
 
-def _named_splits(tables: Sequence[InputFile], root: str) -> dict[str, str]:
+def _named_splits(
+    tables: Sequence[InputFile], root: str, *, needs_train: bool = True
+) -> dict[str, str]:
     """Return the splits that the names of files say, or else their folders, by the name of the
-    file. Files without such a word, and those of the split train, are left out."""
+    file. Files without such a word, and those of the split train, are left out. Without a file of
+    the split train, names decide nothing, unless `needs_train` is false."""
     below = {t.name: t.name.removeprefix(root).lstrip("/") for t in tables if t.split is None}
     for part in (os.path.basename, os.path.dirname):
         words = {name: _SPLIT_WORD.search(part(path).lower()) for name, path in below.items()}
         splits = {name: _SPLIT_WORDS[word[0]] for name, word in words.items() if word}
-        if "train" in splits.values():
+        if "train" in splits.values() or (splits and not needs_train):
             return {name: split for name, split in splits.items() if split != "train"}
     return {}
 
 
-def _warn_of_split_names(given: Sequence[InputFile]) -> None:
-    """Warn of files on the command line that are trained on although their names say test."""
-    tables = [each for each in given if each.format != FALLBACK.name and each.split is None]
-    named = _named_splits([replace(each, name=os.path.basename(each.name)) for each in tables], "")
+def _warn_of_split_names(found: Sequence[InputFile], root: str = "") -> None:
+    """Warn of files that are trained on with others, although their names say test."""
+    tables = [each for each in found if each.format != FALLBACK.name and each.split is None]
+    named = _named_splits(tables, root, needs_train=False)
+    if len(named) == len({each.name for each in tables}):
+        return
     for name, split in [*named.items()][:1]:
         more = f" and {count_of(len(named) - 1, 'more file')}" if len(named) > 1 else ""
         logger.warning(
             "%s%s: read into the same split as the other files, although the name says %s. Name "
             "the split by --split %s='%s'",
-            *(name, more, split, split, name),
+            *(name, more, split, split, name.removeprefix(root).lstrip("/")),
         )
 
 

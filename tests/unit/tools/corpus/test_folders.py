@@ -119,6 +119,19 @@ def test_given_files_whose_names_say_test_are_a_warning(
     assert not caplog.text
 
 
+@pytest.mark.parametrize("names", [("rows.jsonl", "sub/dev.csv"), ("rows.jsonl", "dev/a.jsonl")])
+def test_a_file_of_validation_beside_files_without_a_split_is_a_warning(
+    names: tuple[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, *names)
+    assert [source.split for source in corpus_of(tmp_path).sources] == [None, None]
+    assert f"Name the split by --split validation='{names[1]}'" in caplog.text
+    caplog.clear()
+    (tmp_path / names[0]).unlink()
+    corpus_of(tmp_path)
+    assert not caplog.text
+
+
 def corpus_inputs(path: Path, out: Path, tokenizer: Path) -> float:
     """The share of validation that a run would have."""
     options = Options(paths=(str(path), str(out)), task="classify", tokenizer=str(tokenizer))
