@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable
+from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,16 @@ def test_labels_are_names_or_whole_numbers_from_0(tmp_path: Path, tokenizer: Pat
     made = made_of(numbers, tmp_path / "numbers", tokenizer, task="classify")
     assert rejects_of(made) == [(2, "field `label` is -1")]
     assert len(made.manifest.label_names) == 3
+
+
+def test_decimals_of_tables_are_numbers_in_a_joined_field(tmp_path: Path, tokenizer: Path) -> None:
+    table = pa.table({"price": pa.array([Decimal("1.50")]), "score": pa.array([Decimal("2.5")])})
+    field = {"text": "price {price}"}
+    made = tokenfeed.pretokenize(
+        table, tmp_path / "out", task="score", field=field, tokenizer=tokenizer, validation=0
+    )
+    assert not made.rejects
+    assert rows_of(tmp_path / "out")[0]["text"] == "price 1.50"
 
 
 def test_values_in_a_joined_field_are_written_as_in_json(tmp_path: Path, tokenizer: Path) -> None:

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from functools import cache
 from typing import Any
 
@@ -105,6 +106,8 @@ def _text(value: Any, name: str) -> str:
         return value
     if isinstance(value, int | float):
         return json.dumps(value)
+    if isinstance(value, Decimal):
+        return f"{value:f}"
     if value is not None:
         raise Unusable(f"`{name}` is {type(value).__name__}, expected a text or a number")
     return ""

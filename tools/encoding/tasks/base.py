@@ -53,10 +53,14 @@ _MEANINGFUL = re.compile(
 )
 """Matches usual names of fields that change what a record means."""
 
-_OF_LAYOUTS = {"messages", "prompt", "completion", "chosen", "rejected"}
+OF_MESSAGES = {"messages", "prompt", "completion", "chosen", "rejected"}
 """Fields of conversations that cannot be named beside those of any other layout."""
 
-_OTHER_NAMES = {"kto_tag": "label", "functions": "tools"}
+_OTHER_NAMES = {
+    "kto_tag": "label",
+    "functions": "tools",
+    **dict.fromkeys(("assistant_masks", "completion_mask"), "loss_mask"),
+}
 """Usual names of fields that a task reads only if they are named, with the task's own names."""
 
 Encode = Callable[[list[bytes]], Ragged]
@@ -155,7 +159,7 @@ class TaskEncoder(ABC):
             return f"give --field prompt='{{{prompt}}}\\n{{input}}' completion=NAME"
         own = _OTHER_NAMES.get(field, field)
         is_label_of_pair = own == "label" and "chosen" in self.names
-        if own in self.kinds and own not in _OF_LAYOUTS and not is_label_of_pair:
+        if own in self.kinds and own not in OF_MESSAGES and not is_label_of_pair:
             return f"give --field {own}={field} beside the other fields"
         if own == "label" and "completion" in self.names:
             return "--task chat rejects records whose label is false"

@@ -31,6 +31,7 @@ from tokenfeed.tools.encoding.chat_messages import (
 from tokenfeed.tools.encoding.chat_renderer import UNLIKE_SPACE, Exhausted, bounded, to_json
 from tokenfeed.tools.encoding.chat_spans import COUNTS, KnownText, Rendered, TokensOfTexts
 from tokenfeed.tools.encoding.tasks.base import (
+    OF_MESSAGES,
     SHOWN,
     Encode,
     Samples,
@@ -157,7 +158,11 @@ class ChatEncoder(TaskEncoder):
     def texts(self, values: Values) -> list[bytes]:
         """The records as JSON, without missing values; empty for a record that UTF-8 cannot
         express."""
-        records = zip(*(values[own] for own in self.names), strict=True)
+        columns = (
+            map(_canonical, values[own]) if own in OF_MESSAGES else values[own]
+            for own in self.names
+        )
+        records = zip(*columns, strict=True)
         return [_json_of([value for value in record if value is not None]) for record in records]
 
     def unusable(self, values: Values) -> dict[int, str]:
@@ -415,6 +420,26 @@ def _is_empty(message: Message) -> bool:
     content = message.get("content") or ""
     said = [content] if isinstance(content, str) else [part["text"] for part in content]
     return not (any(map(str.strip, said)) or message.get("tool_calls") or message.get("thinking"))
+
+
+def _canonical(messages: Any) -> Any:
+    """Return messages with one order of keys, and without keys that are null. Their hash chooses
+    the split, so the same conversations of JSON Lines and of Parquet are in the same split."""
+    if not isinstance(messages, list):
+        return messages
+    return [
+        {key: each[key] for key in sorted(each, key=_place) if each[key] is not None}
+        if isinstance(each, dict) and ([*each] != _USUAL or None in each.values())
+        else each
+        for each in messages
+    ]
+
+
+_USUAL = ["role", "content"]
+
+
+def _place(key: str) -> tuple[bool, bool, str]:
+    return key != "role", key != "content", key
 
 
 def _json_of(record: list[Any]) -> bytes:

@@ -911,6 +911,12 @@ def test_kinds_do_not_depend_on_earlier_conversations(
     assert_rendered_as_by_transformers(source, [*together, *reversed(together)])
 
 
+def test_neither_the_order_of_keys_nor_nulls_choose_a_split() -> None:
+    user = {"role": "user", "content": "a"}, {"name": None, "content": "a", "role": "user"}
+    first, second = ChatEncoder().texts({"messages": [[each] for each in user]})
+    assert first == second
+
+
 def test_each_call_that_a_template_removes_is_counted() -> None:
     function = {"name": "f", "arguments": {}}
     answer = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}

@@ -521,11 +521,11 @@ def test_padding_of_masked_ids_is_left_out(tmp_path: Path, model: Path) -> None:
     assert table["w"].to_pylist() == [[1, 1, 1]]
 
 
-def test_a_mask_that_is_not_read_is_a_warning(tmp_path: Path, model: Path) -> None:
-    records = [{"input_ids": [5, 6], "loss_mask": [0, 1]}]
-    done = run(records, tmp_path, model, task="ids")[2]
-    remedy = "give --field loss_mask=loss_mask beside the other fields"
-    assert f"the field `loss_mask` was not read (1 of 1 records): {remedy}" in done.stderr
+@pytest.mark.parametrize("name", ["loss_mask", "assistant_masks"])
+def test_a_mask_that_is_not_read_is_a_warning(name: str, tmp_path: Path, model: Path) -> None:
+    done = run([{"input_ids": [5, 6], name: [0, 1]}], tmp_path, model, task="ids")[2]
+    remedy = f"give --field loss_mask={name} beside the other fields"
+    assert f"the field `{name}` was not read (1 of 1 records): {remedy}" in done.stderr
 
 
 @pytest.mark.parametrize("kind", ["list", "dataset", "table"])
