@@ -47,9 +47,9 @@ from tokenfeed.trainer.data.recommended import (
     data_defaults,
     default_epochs,
     gpu_default,
-    ranks_default,
     scaling,
     schedule_defaults,
+    size_defaults,
     step_bound,
     steps_of_epochs,
     tuning_defaults,
@@ -544,6 +544,11 @@ def _chosen(
         choices += data_defaults(manifest, given, longest_input)
         length = command().sequence_length
         choices += tuning_defaults(manifest, given | {"sequence_length": length})
+    packed = manifest is None or is_packed(command(), manifest)
+    if on_gpu and "micro_batch_tokens" not in given:
+        choices += filter(None, [gpu_default(command(), packed=packed)])
+    ranks = first_number("WORLD_SIZE")[1] or 1
+    choices += size_defaults(command(), given, ranks, packed=packed)
     given = given | _scaled(command(), given, manifest, quiet=quiet)
     if manifest is not None:
         suited = command()
@@ -556,14 +561,8 @@ def _chosen(
             given = {k: value for k, value in given.items() if k not in ("epochs", "tokens")}
         for_gpu = on_gpu or "gpt2" in presets
         choices += schedule_defaults(manifest, command(), given, for_gpu=for_gpu)
-    packed = manifest is None or is_packed(command(), manifest)
     if on_gpu and packed and given.get("dropout") is None and _drops_attention(command().model):
         choices.append(Choice({"dropout": 0.0}, "packed rows on a GPU drop no attention weights"))
-    if on_gpu and "micro_batch_tokens" not in given:
-        choices += filter(None, [gpu_default(command(), packed=packed)])
-    if "micro_batch_tokens" not in given:
-        ranks = first_number("WORLD_SIZE")[1] or 1
-        choices += filter(None, [ranks_default(command(), ranks)])
     found = command()
     if quiet:
         return found

@@ -32,6 +32,8 @@ _TO_MAKE_AGAIN = ("window_tokens", "exhausted", "given", "skip", "earlier")
 """Settings for making the plan again. Other values may make an equal plan, so they are not
 compared."""
 
+_FROM_WEIGHTS = " (with `train`, --init-from RUN keeps the weights)"
+
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 
@@ -116,7 +118,8 @@ class Delivered:
             whose = ("this loader", "the state") if plan.stages else ("the state", "this loader")
             raise ResumeError(
                 f"cannot resume: {whose[0]} has a list of stages, but {whose[1]} has none, and the "
-                "order of rows is another one. Pass the same data, or start a new run."
+                "order of rows is another one. Pass the same data, or start a new run"
+                f"{_FROM_WEIGHTS}."
             )
         _check_settings(plan, theirs, names)
         if len(tokens) != len(theirs.data) or len(last) not in (0, len(tokens)):
@@ -245,7 +248,8 @@ def _check_settings(plan: Plan, theirs: PlanSettings, names: Sequence[str]) -> N
         where = f" (fingerprint of {', '.join(names)})" if name == "data" and names else ""
         raise ResumeError(
             f"cannot resume: the state was saved with {name}={their!r}, this loader has "
-            f"{name}={our!r}{where}. Use the same setting, or start a new run."
+            f"{name}={our!r}{where}. Use the same setting, or start a new run"
+            f"{_FROM_WEIGHTS if name == 'data' else ''}."
         )
 
 

@@ -62,6 +62,13 @@ _PLAN_FILE = f"{PARTS_FOLDER}/plan.json"
 _LOCK_FILE = f"{PARTS_FOLDER}/lock"
 _DISTRUSTED_FILE = f"{PARTS_FOLDER}/distrusted.json"
 _FAILED = "failed-"
+OF_FILES = {
+    "the number of input files",
+    "the bytes of the input",
+    "the names, sizes and times of the input files",
+    "--shard-size",
+}
+"""Entries of a recipe that differ if files are added to the input."""
 _UNITS, _VERSIONS = "the number of units", "the packages"
 """Entries of .made_by.json beside the recipe. A finished data set may be of other packages."""
 
@@ -321,6 +328,11 @@ def check_recipe(output: Place, recipe: dict[str, Any], changed: str = "") -> in
     if state_of(output) == "finished":
         holds = "already holds a finished data set, of another command or input"
         remedy = "Give another folder, or delete this one."
+        if {name for name in recipe if recipe[name] != was.get(name)} <= OF_FILES:
+            remedy += (
+                " For new files alone: `pretokenize NEW OUT --tokenizer "
+                f"{output}`, then `train --shards {output} OUT` reads both."
+            )
     else:
         holds = "holds an unfinished run of another command, input or machine"
         remedy = f"Repeat the first command, delete {output}, or give another folder."

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from tokenfeed.pipeline.format.manifest import REJECTS_FILE, Manifest
 from tokenfeed.pipeline.format.schema import ENDED_TASKS
@@ -17,6 +18,7 @@ from tokenfeed.tools.corpus.input_files import InputFile
 from tokenfeed.tools.corpus.sources import left_out
 from tokenfeed.tools.data_sets.inspection import unread
 from tokenfeed.tools.encoding.limit import VALIDATION
+from tokenfeed.tools.encoding.tasks.registry import TASK_CLASSES
 from tokenfeed.tools.pretokenizing.inputs import Inputs
 
 _MARKUP = (".html", ".htm", ".xhtml", ".xml", ".svg", ".rtf", ".ipynb", ".srt", ".vtt", ".json")
@@ -25,7 +27,11 @@ _RECORDS_INSIDE = re.compile(r"\.(jsonl|ndjson|json|csv|tsv)[^a-z].*$")
 """Matches the endings of backups and of partial downloads of files with records."""
 _SHOWN_ENDINGS = 5
 _BEGINNING_BYTES = 1 << 20
-"""Bytes of rejects.jsonl that are searched for the first reject."""
+"""Bytes of rejects.jsonl that are searched for kinds of reasons."""
+_SHOWN_KINDS = 4
+_OF_ONE_RECORD = re.compile(r"`[^`]*`|'[^']*'|\"[^\"]*\"|it has: .*|\d[\d,.]*")
+"""What differs in reasons of one kind."""
+_LACKING = re.compile(r"no (?:field|column) `(\w+)`; it has: ")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,8 +82,8 @@ class Summary:
     empty: int
     """Documents without a token, not written."""
     rejected: int
-    first_reject: str
-    """The first reject with its reason, as a line."""
+    reject_kinds: list[str]
+    """The first reject of each kind of reason, and how many there are of it."""
     tokens: int
     text_bytes: int
     """Text read, as UTF-8."""
@@ -157,7 +163,7 @@ class Summary:
             validation=_validation(manifest) if options.validation != 0 else "",
             empty=ledger.empty,
             rejected=ledger.rejected,
-            first_reject=_first_reject(inputs.output, manifest) if ledger.rejected else "",
+            reject_kinds=_reject_kinds(inputs.output, manifest) if ledger.rejected else [],
             tokens=tokens,
             text_bytes=ledger.bytes,
             shard_bytes=shard_bytes,
@@ -188,12 +194,13 @@ class Summary:
         resumed = f", {self.resumed_units:,} of them by earlier runs" if self.resumed_units else ""
         rejects = f"{self.out}/{REJECTS_FILE}"
         skipped = [*self.left_out, f"{rejects} lists each" if self.left_out else ""]
+        rejected = [*self.reject_kinds, f"{rejects} lists each" if self.rejected else ""]
         return {
             "left out": "\n".join(filter(None, skipped)),
             "read as text": self.read_as_text,
             "not read": self.not_read,
             "validation": self.validation,
-            "rejects": f"{self.first_reject}{rejects} lists each" if self.rejected else "",
+            "rejects": "\n".join(filter(None, rejected)),
             "training": self._training(),
             "end token": end if self.task in ENDED_TASKS else "",
             "speed": f"{self.mb_per_s:,.1f} MB/s, {count_of(self.units, 'unit')} of work{resumed}",
@@ -232,14 +239,28 @@ def _ending_of_markup(name: str) -> str:
     return inner[0] if inner else ""
 
 
-def _first_reject(output: Place, manifest: Manifest) -> str:
-    """Return the first reject as a line; empty if very many files that were left out precede it."""
+def _reject_kinds(output: Place, manifest: Manifest) -> list[str]:
+    """Return the first reject of each kind of reason, with the number of rejects of the kind if the
+    file is short enough to read all of it. Reasons of a kind differ only in names and numbers."""
     with output.open(REJECTS_FILE, manifest.rejects.bytes) as file:
         lines = file.read(_BEGINNING_BYTES).splitlines(keepends=True)
-    for line in lines:
-        if line.endswith(b"\n") and "record" in (reject := json.loads(line)):
-            return f"{reject['file']}, record {reject['record']}: {reject['reason']}\n"
-    return ""
+    rejects = (json.loads(line) for line in lines if line.endswith(b"\n"))
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for reject in rejects:
+        if "record" in reject:
+            kinds.setdefault(_OF_ONE_RECORD.sub("", reject["reason"]), []).append(reject)
+    is_whole = manifest.rejects.bytes <= _BEGINNING_BYTES
+    shown = []
+    for first, *others in sorted(kinds.values(), key=len, reverse=True)[:_SHOWN_KINDS]:
+        more = f" (and {len(others):,} like it)" if others and is_whole else ""
+        lacking = _LACKING.match(first["reason"])
+        is_own = lacking and lacking[1] in TASK_CLASSES[manifest.task].kinds
+        remedy = f". Name it: --field {lacking[1]}=NAME" if lacking and is_own else ""
+        where = f"{first['file']}, record {first['record']}"
+        shown.append(f"{where}: {first['reason']}{remedy}{more}")
+    if left := len(kinds) - len(shown):
+        shown.append(f"and {count_of(left, 'other kind')} of reasons")
+    return shown
 
 
 def _validation(manifest: Manifest) -> str:

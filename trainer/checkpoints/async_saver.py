@@ -325,10 +325,13 @@ def write_tensors(path: Path, copy: HostCopy) -> str:
     sharding = {name: {"saved_offsets": place.offsets} for name, place in copy.places.items()}
     is_compressed = path.suffix == ZSTD_SUFFIX
     plain = path.with_suffix("") if is_compressed else path
+    plain.touch()
+    mode = plain.stat().st_mode
     try:
         save_file(tensors, plain, {"format": "pt", "DCP_SHARDING_INFO": json.dumps(sharding)})
     except SafetensorError as error:  # such as a full disk
         raise OSError(errno.EIO, str(error)) from error
+    plain.chmod(mode)  # safetensors makes files that only their owner may read
     if is_compressed:
         compressor = zstandard.ZstdCompressor(_ZSTD_LEVEL, write_checksum=True)
         with plain.open("rb") as source, path.open("wb") as made:

@@ -360,15 +360,35 @@ def gpu_default(config: TrainConfig, *, packed: bool) -> Choice | None:
     return Choice({"micro_batch_tokens": "auto"}, "as many as fit the GPU")
 
 
-def ranks_default(config: TrainConfig, ranks: int) -> Choice | None:
-    """Return the largest micro-batch with which each rank has one in a step of the same size; None
-    if all ranks have one already, or no size is small enough."""
-    if config.micro_batch_tokens == "auto" or config.accumulation >= ranks:
-        return None
-    row = 1 if config.step_rows is None else config.sequence_length
-    step, length = config.step_rows or config.step_tokens, config.sequence_length
-    sizes = [row * step // count for count in range(ranks, step + 1) if step % count == 0]
+def size_defaults(
+    config: TrainConfig, given: Mapping[str, Any], ranks: int, *, packed: bool
+) -> list[Choice]:
+    """Return sizes of a step and of its micro-batches that fit each other, whole sequences and the
+    ranks, where the usual sizes do not.
+
+    Args:
+        config: The settings so far.
+        given: The given settings, which stay.
+        ranks: Number of ranks, each of which is to have a micro-batch.
+        packed: Whether rows are packed into whole sequences.
+    """
+    length, step, micro = config.sequence_length, config.step_tokens, config.micro_batch_tokens
+    choices = []
+    if config.step_rows is not None:
+        step = config.step_rows * length
+    elif packed and "step_tokens" not in given and step % length:
+        step = round_up(step, length)
+        choices.append(Choice({"step_tokens": step}, f"whole sequences of {length:,} tokens"))
+    if micro == "auto" or "micro_batch_tokens" in given:
+        return choices
+    row = 1 if config.step_rows is None else length
+    parts = config.step_rows or step
+    sizes = [row * parts // count for count in range(1, parts + 1) if parts % count == 0]
     whole = [size for size in sizes if size >= length and size % length == 0]
-    return (
-        Choice({"micro_batch_tokens": whole[0]}, f"{ranks} ranks share a step") if whole else None
-    )
+    most = round_up(micro, length)
+    fitting = [size for size in whole if step // size >= ranks and size <= most]
+    misfits = (packed and micro % length) or (config.step_rows is None and step % micro)
+    if fitting and (misfits or step // micro < ranks):
+        reason = f"{ranks} ranks share a step" if ranks > 1 else f"a step has {step:,} tokens"
+        choices.append(Choice({"micro_batch_tokens": fitting[0]}, reason))
+    return choices

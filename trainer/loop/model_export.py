@@ -32,6 +32,7 @@ import msgspec
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import nn
 
@@ -172,6 +173,9 @@ def export_run(config: TrainConfig, folder: Path, best: Best | None) -> None:
             texts = _with_template(config, files) | {_ABOUT: _json(dataclasses.asdict(about))}
             for name, content in texts.items():
                 (temporary / name).write_bytes(content)
+            mode = (temporary / _ABOUT).stat().st_mode
+            for path in temporary.glob("*.safetensors"):
+                path.chmod(mode)  # safetensors makes files that only their owner may read
     except SafetensorError as error:  # such as a full disk
         again = f"`train --run-dir {config.run_dir} --resume --export {folder}` exports it again"
         raise OSError(errno.EIO, f"{error}. After fixing this, {again}", str(folder)) from error
@@ -191,7 +195,7 @@ def load_exported(folder: Path | str) -> nn.Module:
         raise ConfigError(
             f"{folder}: not a folder written by `train --export`. Give such a folder."
         )
-    if about.has_hub_names:
+    if about.model == _HUB:
         settings = TrainConfig(shards="", model=f"{_HUB}{folder}", sequence_length=2)
         return make_model(settings, about.head).eval()
     if about.size is not None:
@@ -199,7 +203,14 @@ def load_exported(folder: Path | str) -> nn.Module:
     else:
         model = make_model(TrainConfig(shards="", model=about.model), about.head)
     try:
-        safetensors.torch.load_model(model, folder / _WEIGHTS)
+        if about.has_hub_names:
+            live, found = hub_names_of(model, about.head), load_file(folder / _WEIGHTS)
+            if live.keys() != found.keys():
+                raise RuntimeError(f"expected {len(live)} weights, got {len(found)}")
+            for name, weight in live.items():
+                weight.copy_(found[name])
+        else:
+            safetensors.torch.load_model(model, folder / _WEIGHTS)
     except (OSError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(

@@ -185,7 +185,8 @@ class Report:
         """The report in a few lines."""
         loss = _change(self.loss_first, self.loss_last)
         if self.validation_loss_first is not None:
-            change = _change(self.validation_loss_first, self.validation_loss_last)
+            first, last = self.validation_loss_first, self.validation_loss_last
+            change = f"{first:.4f}" if first == last else _change(first, last)
             loss += f", validation {change}"
         end = "" if self.finished else f", {self._way_on()}"
         is_whole = self.trained_parameters in (None, self.parameters)
@@ -284,8 +285,10 @@ def loading_of(workers: int, prefetch: int, *, pinned: bool) -> str:
 
 
 def rows_of(rows: float) -> str:
-    """Return the rows of a step, as in "32 rows" and, if it is a mean, "about 19.3 rows"."""
-    return f"{rows:,.0f} rows" if rows == int(rows) else f"about {rows:,.3g} rows"
+    """Return the rows of a step, as in "32 rows"; of a mean, as in "about 19.3 rows"."""
+    if rows < 1:
+        return "a part of a row"
+    return count_of(int(rows), "row") if rows == int(rows) else f"about {rows:,.3g} rows"
 
 
 def duration(seconds: float) -> str:

@@ -258,6 +258,26 @@ OF_FILES = ("mixing", "skip", "phases")
 SIZES = [("50GB", 50 * 10**9), ("512 MiB", 2**29), ("10000", 10_000), ("0", 0), (10_000, 10_000)]
 
 
+@pytest.mark.parametrize(
+    ("words", "step", "micro"),
+    [
+        ("--step-tokens 512", 512, 512),
+        ("--step-tokens 3072", 3072, 1536),
+        ("--sequence-length 300", 2100, 2100),
+        ("--sequence-length 4096", 4096, 4096),
+        ("--step-tokens 4096", 4096, 2048),
+        ("--step-tokens 512 --micro-batch-tokens 256", 512, 256),
+    ],
+)
+def test_sizes_that_are_left_open_suit_the_given_ones(
+    words: str, step: int, micro: int, tmp_path: Path
+) -> None:
+    shards = write_labelled(tmp_path / "shards", "lm")
+    config = parsed("--shards", shards, *words.split())
+    assert (config.step_tokens, config.micro_batch_tokens) == (step, micro)
+    make_policy(config, packed=True, on_gpu=False)  # raises if they do not fit
+
+
 @pytest.mark.parametrize(("said", "meant"), SIZES)
 def test_a_size_has_a_unit_or_is_plain_bytes(said: str | int, meant: int, tmp_path: Path) -> None:
     file = written(tmp_path / "a.yaml", shards="a", cache_bytes=said)

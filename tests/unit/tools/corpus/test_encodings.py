@@ -167,6 +167,22 @@ NAMES = {
 }
 
 
+def test_each_kind_of_reject_is_named_once_with_its_number(tmp_path: Path, tokenizer: Path) -> None:
+    corpus, out = tmp_path / "corpus", tmp_path / "out"
+    corpus.mkdir()
+    (corpus / "a.txt").write_text("some words")
+    for number in range(3):
+        (corpus / f"latin-{number}.txt").write_bytes(b"caf\xe9 au lait")
+    (corpus / "table.csv").write_text("id,review\n1,good\n")
+    printed = run(corpus, out, "--tokenizer", tokenizer).stdout
+    assert "latin-0.txt, record 0: the text has invalid UTF-8 at byte 3" in printed
+    assert " (and 2 like it)\n" in printed
+    assert "no column `text`; it has: id, review. Name it: --field text=NAME\n" in printed
+    (corpus / "b.txt").write_text("more words")
+    error = error_of(corpus, out, "--tokenizer", tokenizer, expect=2)
+    assert f"`pretokenize NEW OUT --tokenizer {out}`, then `train --shards {out} OUT`" in error
+
+
 def test_every_file_left_out_is_named_with_a_remedy(tmp_path: Path, tokenizer: Path) -> None:
     corpus, out = tmp_path / "corpus", tmp_path / "out"
     corpus.mkdir()

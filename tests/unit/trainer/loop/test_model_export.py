@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def test_an_exported_model_gives_the_logits_of_the_best_weights(
 
 @pytest.mark.slow
 def test_exported_built_in_decoder_has_equal_logits_in_transformers(
-    documents: Path, tmp_path: Path
+    documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transformers = pytest.importorskip("transformers")
     folder = tmp_path / "exported"
@@ -87,10 +88,14 @@ def test_exported_built_in_decoder_has_equal_logits_in_transformers(
         make_config(documents, tmp_path / "run", model="shallow", export=folder, learning_rate=1e-2)
     )
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    with torch.no_grad():
+    with monkeypatch.context() as without, torch.no_grad():
+        without.setitem(sys.modules, "transformers", None)  # type: ignore[arg-type]
         got = load_exported(folder)(MicroBatch.of_ids(IDS, causal=True))
+    with torch.no_grad():
         torch.testing.assert_close(got, theirs(input_ids=IDS).logits, rtol=1e-5, atol=1e-5)
     assert got.std() > 0.1  # the model has learnt something
+    saved = [*folder.iterdir(), *(tmp_path / "run" / "checkpoints").glob("*/*")]
+    assert len({path.stat().st_mode for path in saved}) == 1  # whoever may read one may read all
     assert theirs.generate(IDS, max_new_tokens=3, do_sample=False).shape == (2, 15)
     continued = run(make_config(documents, tmp_path / "next", model=f"hf:{folder}", steps=1))
     before = Exported.of(folder)
