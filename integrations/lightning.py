@@ -76,18 +76,19 @@ class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
         self._training = loader = self._loader(self._path, **self._settings)
         return _Steps(loader, self)
 
-    def reweigh(self, weights: Mapping[StorePath, float]) -> None:
+    def reweigh(self, weights: Mapping[StorePath, float]) -> int:
         """Change the weights of the present stage, for example by the losses of a validation.
 
         See `ShardLoader.reweigh`. Every rank must call this after the same step. The step that
-        Lightning has fetched in advance stays as it is. Checkpoints have the change.
+        Lightning has fetched in advance stays as it is. Checkpoints have the change. Returns the
+        token of the run at which the change begins.
 
         Raises:
             ConfigError: There is no training loader yet, or the weights cannot change.
         """
         if self._training is None:
             raise ConfigError("`reweigh`: training has not begun. Call it from a hook or a step.")
-        self._training.reweigh(weights)
+        return self._training.reweigh(weights)
 
     def val_dataloader(self) -> Any:
         """Make a loader of the validation split, in file order. Every validation starts anew, and

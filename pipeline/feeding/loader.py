@@ -65,6 +65,8 @@ if TYPE_CHECKING:
 
 _TRAIN, _START = "train", Position(0, 0, 0)
 _MOST_AHEAD = 1000
+_LONG_DELAY = 0.25
+"""Share of the data sets that a run may read before `reweigh` has an effect, without a warning."""
 _STORE_S = 900.0
 """Seconds added to the timeout of workers that read from a store: more than all retries of a
 request and the wait for another process together."""
@@ -484,16 +486,21 @@ class ShardLoader:
             for stage in self._plan.stages
         ]
 
-    def reweigh(self, weights: Mapping[StorePath, float]) -> None:
+    def reweigh(self, weights: Mapping[StorePath, float]) -> int:
         """Change the weights of the present stage, until its end.
 
         The change begins with the next window that has delivered nothing yet, so the rest of a
-        window still has the old weights; `window_tokens` is the longest delay. Every rank must call
-        this after the same step. The state has the changed list, so a resumed run continues with
-        it, and `stages` returns it. Windows that were made in advance are made again.
+        window still has the old weights. The longest delay is `window_tokens`: by default 12 M
+        tokens or more, also if the data have fewer. A warning names a delay of more than a quarter
+        of the data. Every rank must call this after the same step. The state has the changed list,
+        so a resumed run continues with it, and `stages` returns it. Windows that were made in
+        advance are made again.
 
         Args:
             weights: Folder or URL of a data set of the list -> share of the tokens.
+
+        Returns:
+            The token of the run at which the change begins.
 
         Raises:
             ConfigError: The loader has no stages, the weights are of other data sets, or the last
@@ -516,8 +523,17 @@ class ShardLoader:
                 )
         by_data = {of_place[place]: weight for place, weight in by_place(checked).items()}
         before = self._delivery.delivered
-        plan = before.plan.reweighed(by_data, before.position, opened)
+        plan, begins = before.plan.reweighed(by_data, before.position, opened)
         self._delivery.go_on_from(before.with_plan(plan))
+        tokens, read = sum(each.tokens for each in self._sources), sum(before.tokens)
+        if begins - read > _LONG_DELAY * tokens:
+            warnings.warn(
+                f"`reweigh`: the change begins at token {begins:,}, with the next window. The run "
+                f"has delivered {read:,} tokens, and the data sets have {tokens:,}. For earlier "
+                "changes, start the run with a smaller `window_tokens`.",
+                stacklevel=2,
+            )
+        return begins
 
     def explain(self, batch: Batch) -> list[Origin]:
         """Return the input file, the record and the token range of each piece of a batch, in the

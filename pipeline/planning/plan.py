@@ -270,8 +270,9 @@ class Plan:
         weights: Mapping[str, float],
         position: Position,
         opened: Mapping[str, OpenedSplit],
-    ) -> Self:
-        """Return the plan with other weights, from the first window that has not begun.
+    ) -> tuple[Self, int]:
+        """Return the plan with other weights from the first window that has not begun, and the
+        tokens of the run at its beginning.
 
         Args:
             weights: Weights by fingerprint.
@@ -304,7 +305,7 @@ class Plan:
         new = replace(now, begins=history.stop, weights=weights, window_tokens=tokens)
         new = _with_window(new, opened, self.micro_batches_per_step)
         _check_fit(tuple(opened[data] for data in weights), new.batching)
-        return self._after(history, (new, *later))
+        return self._after(history, (new, *later)), history.stop
 
     def resumed(
         self, saved: PlanSettings, position: Position, names: Mapping[str, str]
@@ -338,7 +339,7 @@ class Plan:
                 "only, and not with `num_streams`. Use the same list."
             )
         history = self._history(theirs, saved.data, position)
-        history.check(self.stages, names)
+        history.check(self.stages, names, self._sizes)
         try:
             plan = self._after(history, self.stages)
         except ConfigError as error:
@@ -362,8 +363,7 @@ class Plan:
         Raises:
             ConfigError: A stage is too short.
         """
-        order, stages = self.order, history.then(future)
-        sizes = dict(zip(self.data, order.sources, strict=True))
+        order, stages, sizes = self.order, history.then(future), self._sizes
         for stage in stages:
             _check_length(stage, sizes)
         # a later edit may use the rest
@@ -383,6 +383,10 @@ class Plan:
                 stretches=tuple(stage.stretch(sources, numbers) for stage in stages),
             ),
         )
+
+    @property
+    def _sizes(self) -> dict[str, Source]:
+        return dict(zip(self.data, self.order.sources, strict=True))
 
     def window_number(self, nth: int) -> int:
         """Return the number in the epoch of the nth window of this stream."""
@@ -558,8 +562,7 @@ def _with_window(
     if not tokens:
         weights = list(stage.weights.values())
         tokens = default_window_tokens(sources, weights, stage.batching, step_size, is_staged=True)
-    least = stage.least_tokens(_sizes(opened))
-    return replace(stage, window_tokens=max(tokens, 2 * least))
+    return replace(stage, window_tokens=max(tokens, stage.least_window(_sizes(opened))))
 
 
 def _sizes(opened: Mapping[str, OpenedSplit]) -> dict[str, Source]:

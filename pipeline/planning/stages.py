@@ -183,6 +183,10 @@ class PlannedStage:
         whole = integers(dict(enumerate(self._exact.values())))
         return least_tokens([sizes[data] for data in self.weights], whole, whole)
 
+    def least_window(self, sizes: Mapping[str, Source]) -> int:
+        """Return the least `window_tokens` of the stage: every window has record batches."""
+        return 2 * self.least_tokens(sizes)
+
     @property
     def _exact(self) -> dict[str, Fraction]:
         shares = proportions(self.weights.values())
@@ -288,7 +292,12 @@ class History:
             return (*before, *rest)  # the same windows so far: at most the end has moved
         return (*self.stages, replace(rest[0], begins=self.stop), *rest[1:])
 
-    def check(self, ours: Sequence[PlannedStage], names: Mapping[str, str]) -> None:
+    def check(
+        self,
+        ours: Sequence[PlannedStage],
+        names: Mapping[str, str],
+        sizes: Mapping[str, Source],
+    ) -> None:
         """Check that a list says the same as the history.
 
         They are compared between the ends of their stages, because one may have cut a stage of the
@@ -297,6 +306,7 @@ class History:
         Args:
             ours: The list.
             names: Names of the data sets by fingerprint, for messages.
+            sizes: Sizes of the data sets of the list by fingerprint, for messages.
 
         Raises:
             ResumeError: They differ. The message names the first difference.
@@ -308,7 +318,7 @@ class History:
             if mine is None or theirs is None:
                 raise ResumeError(
                     f"cannot resume: this list of stages ends at token {ours[-1].until:,}, but the "
-                    f"run has read up to token {self.stop:,}. Lengthen the list."
+                    f"current window of the run ends at token {self.stop:,}. Lengthen the list."
                 )
             our, their = _facts(mine, names), _facts(theirs, names)
             for what in {**their, **our}:
@@ -316,9 +326,24 @@ class History:
                     raise ResumeError(
                         f"cannot resume: from token {begins:,} on, {what} is "
                         f"{our.get(what, 'none')} in this list of stages, but was "
-                        f"{their.get(what, 'none')} in the run, which has read up to token "
-                        f"{self.stop:,}. Change only what comes after."
+                        f"{their.get(what, 'none')} in the run. Its current window ends at "
+                        f"token {self.stop:,}: change only what comes after that. A smaller "
+                        "`window_tokens` from the start of a run allows earlier changes."
                     )
+            if mine.window_tokens != theirs.window_tokens:
+                raise ResumeError(
+                    f"cannot resume: the run has windows of {theirs.window_tokens:,} tokens, but "
+                    f"this loader has {mine.window_tokens:,}. {self._same_windows(sizes)}"
+                )
+
+    def _same_windows(self, sizes: Mapping[str, Source]) -> str:
+        """Return how to make the windows of this history again. A run has one `window_tokens`, but
+        stages need larger windows than that, or have defaults of their own."""
+        known = [stage for stage in self.stages if stage.weights.keys() <= sizes.keys()]
+        given = min(stage.window_tokens for stage in known)
+        if all(max(given, each.least_window(sizes)) == each.window_tokens for each in known):
+            return f"Pass `window_tokens`={given}."
+        return "Leave out `window_tokens`, as the run did."
 
 
 def _stage_at(stages: Sequence[PlannedStage], token: int) -> PlannedStage | None:
@@ -332,7 +357,4 @@ def _facts(stage: PlannedStage, names: Mapping[str, str]) -> dict[str, object]:
     facts: dict[str, object] = {
         f"the share of {names.get(data, data)}": share for data, share in shares
     }
-    return facts | {
-        "`batching`": stage.batching,
-        "`window_tokens`": f"{stage.window_tokens:,}",
-    }
+    return facts | {"`batching`": stage.batching}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.data_sets import VOCABULARY_SIZE, random_rows, write_rows
 from support.delivery import Ranks, joined, open_loader, same_values, spans, with_settings
 
-from tokenfeed import Fixed, Manifest, Mixture, Packed, Padded, ShardDataset, Stage
+from tokenfeed import Fixed, Manifest, Mixture, Packed, Padded, ShardDataset, ShardLoader, Stage
 from tokenfeed.integrations.steps import steps
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.shard import ShardReader
@@ -181,6 +181,7 @@ def check_rows(stages: list[Stage], folders: list[Path], order: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.reweigh.. the change begins")  # small data sets
 @settings(max_examples=settings().max_examples // 2)
 @given(drawn=LISTS, changes=CHANGES, order=st.sampled_from(["shuffled", "file"]))
 def test_a_run_whose_future_changed_equals_an_uninterrupted_run_of_its_final_list(
@@ -538,16 +539,56 @@ def test_a_past_that_differs_is_refused_with_the_place_and_both_values(
         [one, Stage({second: 1}, until_tokens=20_000), three]
     )
     assert "`batching` is Fixed" in refused([replace(one, batching=Fixed(2)), two, three])
-    assert "ends at token 9,000, but the run has read up to" in refused([one])
+    assert "ends at token 9,000, but the current window of the run ends" in refused([one])
     assert "the state has a list of stages, but this loader has none" in refused(second)
     assert "seed=0" in refused(list_, seed=1)
-    assert "`window_tokens` is" in refused(list_, window_tokens=3_000)
+    assert "windows of 1,500 tokens, but this loader has 3,000" in refused(
+        list_, window_tokens=3_000
+    )
     assert "micro_batches_per_step=2, this" in refused(
         list_, micro_batches_per_step=4, window_tokens=3_000
     )
     unaltered = open_loader([one, two, Stage({third: 1})], SMALL, **OPTIONS)
     unaltered.load_state_dict(state)
     assert [stage.until_tokens for stage in unaltered.stages] == [9_000, 20_000, None]
+
+
+@pytest.mark.parametrize("saved_with", [100, 1_500, None])
+def test_window_tokens_error_names_the_value_to_pass(
+    folders: list[Path], saved_with: int | None
+) -> None:
+    first, second, _, last = folders
+    list_ = [
+        Stage({first: 1, second: 9}, until_tokens=9_000),
+        Stage({second: 1, last: 1}, until_tokens=20_000),
+    ]
+
+    def made(window_tokens: int | None) -> ShardLoader:
+        return open_loader(list_, SMALL, window_tokens=window_tokens)  # type: ignore[arg-type]
+
+    with made(saved_with) as loader:
+        assert any(loader.position.window for _ in loader)
+        state = loader.state_dict()
+    with pytest.raises(ResumeError) as caught:
+        made(4_000).load_state_dict(state)
+    advised = str(caught.value).split("Pass `window_tokens`=")[-1].rstrip(".")
+    made(int(advised)).load_state_dict(state)
+
+
+def test_reweigh_returns_its_beginning_and_warns_of_a_long_delay(folders: list[Path]) -> None:
+    first, *_, second = folders
+    list_ = [Stage({first: 1, second: 1})]
+    with open_loader(list_, SMALL, **OPTIONS) as loader:
+        next(iter(loader))
+        assert loader.reweigh({second: 1}) == 1_500 == loader.stages[0].until_tokens
+    with open_loader(list_, SMALL, window_tokens=None) as loader:
+        next(iter(loader))
+        with pytest.warns(UserWarning, match=r"begins at token 12,4..,....*`window_tokens`"):
+            loader.reweigh({second: 1})
+        state = loader.state_dict()
+        edited = [Stage({first: 1, second: 1}, until_tokens=9_000), Stage({second: 1})]
+        with pytest.raises(ResumeError, match=r"ends at token 12,4..,....*`window_tokens`"):
+            open_loader(edited, SMALL, window_tokens=None).load_state_dict(state)
 
 
 def test_rest_of_a_stage_that_is_too_short_is_refused_with_its_tokens(folders: list[Path]) -> None:
