@@ -113,9 +113,10 @@ def train_steps(
         before_update: Called before the weights change.
     """
     config, world, device = learner.config, learner.world, learner.device
+    of_step = config.accumulation
     for step in steps:
         tally = Tally.zero(device)
-        number, ends_step = step * config.accumulation + world.rank, False
+        number, ends_step = step * of_step + world.rank, False
         while not ends_step:
             with charge("data"):
                 batch = next(batches)
@@ -124,7 +125,7 @@ def train_steps(
                 with charge("communication"):
                     world.all_reduce([torch.zeros((), device=device)])
             seed_dropout(config.seed, number, device)
-            waiting = charge("communication")
+            waiting = charge("communication") if learner.replicas else None
             tally.add(add_gradients(learner, micro_batch, last=ends_step, waiting=waiting))
             tally.count(batch, micro_batch)
             number += world.size

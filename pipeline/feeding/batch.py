@@ -323,8 +323,8 @@ class Batch(Mapping[str, Any]):
         if ROW_TARGETS in self._inputs:
             labels = widened(self._inputs[ROW_TARGETS])
             none = no_target(is_float=labels.is_floating_point())
-            added = len(self.lengths) - len(labels)  # rows of padding
-            labels = torch.nn.functional.pad(labels, (0, added), value=none)
+            if added := len(self.lengths) - len(labels):  # rows of padding
+                labels = torch.nn.functional.pad(labels, (0, added), value=none)
             return torch.full_like(labels, none) if self.is_filler else labels
         ids = self._tensors[INPUT_IDS]
         if self.is_filler:

@@ -3,7 +3,7 @@
 Shapes: B rows, T slots of a row, S segments (documents and paddings) of the flattened batch.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -140,6 +140,9 @@ class Shaper:
     """What separates packed documents. `ends` also separate tokens from padding."""
     compiled: bool = False
     """Whether the model is compiled. Then batches are filled up with rows of padding."""
+    _counts: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    """Positions of rows by length, made once: kernels of their own would cost more than they
+    compute."""
 
     def __call__(self, batch: Batch) -> MicroBatch:
         """Return the micro-batch of a batch. Queues a few kernels; does not wait for the device."""
@@ -153,16 +156,24 @@ class Shaper:
             scope = self._padded(is_token_BT)
         if self.compiled:
             scope.mark_dynamic()
-        by_document = packed and self.apart
-        length = batch[INPUT_IDS].shape[1]
+        if packed and self.apart:
+            positions_BT = batch[POSITION_IDS]
+        else:
+            positions_BT = self._positions(batch[INPUT_IDS].shape[1], batch.device)
         return MicroBatch(
             ids_BT=batch[INPUT_IDS],
             targets=batch.targets if self.causal else batch[TARGETS],
-            positions_BT=batch[POSITION_IDS] if by_document else _count(length, batch.device),
+            positions_BT=positions_BT,
             scope=scope,
             is_token_BT=is_token_BT,
             token_types_BT=batch.get(TOKEN_TYPE_IDS),
         )
+
+    def _positions(self, length: int, device: torch.device) -> Tensor:
+        found = self._counts.get(length)
+        if found is None or found._version:  # a model has changed it in place
+            found = self._counts[length] = _count(length, device)
+        return found
 
     def _padded(self, is_token_BT: Tensor) -> Scope:
         """Return the scope of padded rows. Causal tokens never see the padding, which comes
@@ -172,10 +183,10 @@ class Shaper:
         """
         if self.causal:
             return Scope(causal=True)
-        mask_BHTT = is_token_BT[:, None, None, :]
+        rows, length = is_token_BT.shape
+        mask_BHTT = is_token_BT.view(rows, 1, 1, length)
         if self.separation != "ends":
             return Scope(causal=False, mask_BHTT=mask_BHTT)
-        rows, length = is_token_BT.shape
         ends = row_ends(rows, length, is_token_BT.device)
         pairs = torch.stack((ends[:-1], ends[:-1] + is_token_BT.sum(1)), dim=1).flatten()
         ends = torch.cat((pairs.int(), ends[-1:]))

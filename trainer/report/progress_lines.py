@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import math
 import sys
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -60,6 +61,8 @@ NO_TARGET = (
 
 _MOST_APART = 256
 """Steps whose figures wait on the device for a line, each in tensors of its own."""
+_SECONDS_BETWEEN = 1.0
+"""Least seconds between two readings of the machine, which take a fifth of a short line."""
 _LINES_IN_A_ROW = 3
 """A recommendation is logged when it applies to this many progress lines in a row."""
 _MEANS = ("gpu_busy", "cpu_busy", "core_busy", "ram_used")
@@ -174,6 +177,7 @@ class ProgressLog:
         """Latest lines in a row at which a recommendation applied, by its name."""
         self._recommended: set[str] = set()
         self._host = Host()
+        self._machine, self._read_at_s = dict[str, Any](), -math.inf
         self._gpu: Gpu | None = None
         if self._device.type != "cpu":
             self._gpu = Gpu.of_uuid(str(cuda.get_device_properties(self._device).uuid))
@@ -229,8 +233,7 @@ class ProgressLog:
             return Skips(step - int(in_a_row) + 1, int(in_a_row))
         reading = self._stall.read()
         window, self._reading = reading.since(self._reading), reading
-        gpu, host = self._read_gpu(), self._host.read()
-        machine = {**(dataclasses.asdict(gpu) if gpu else {}), **host}
+        machine = self._read_machine()
         line = MetricsLine(
             step=step,
             loss=total / targets if targets else None,
@@ -261,6 +264,13 @@ class ProgressLog:
             shares = {name: line.stall_causes.get(name, 0.0) for name in STALL_CAUSES}
             self._recommend(step, self._of_run.updated(**machine, **shares))
         return Skips(first, int(in_a_row)) if first else None
+
+    def _read_machine(self) -> dict[str, Any]:
+        """Return the load of this rank's GPU and of the host, read at most once a second."""
+        if time.monotonic() - self._read_at_s >= _SECONDS_BETWEEN:
+            self._read_at_s, gpu = time.monotonic(), self._read_gpu()
+            self._machine = {**(dataclasses.asdict(gpu) if gpu else {}), **self._host.read()}
+        return self._machine
 
     def _read_gpu(self) -> GpuReading | None:
         """Return the load of this rank's GPU; None on a CPU. Without NVML, of torch's memory."""

@@ -126,6 +126,7 @@ class Accounts:
 
     Args:
         mark_seconds: Host seconds that a mark takes.
+        is_traced: Whether there may be traces, whose steps are compared with those around them.
 
     Example:
         A run of 100 steps of 10 ms has two traces, in which a step is busy for 7 ms and then for
@@ -133,8 +134,8 @@ class Accounts:
         100 steps * 1 ms = 100 ms.
     """
 
-    def __init__(self, mark_seconds: float = 13e-6) -> None:
-        self._mark_seconds = mark_seconds
+    def __init__(self, mark_seconds: float = 13e-6, *, is_traced: bool = True) -> None:
+        self._mark_seconds, self._is_traced = mark_seconds, is_traced
         self.slower = 0.0
         """Share by which steps were slower after the first trace; it widens the interval."""
         self._recent: list[Step] = []
@@ -160,8 +161,12 @@ class Accounts:
         self._tokens += step.tokens
         self._slots += step.slots
         if len(self._recent) >= _FOLD_AT:
-            self._sums, self._extra, self._gaps, self._guessed = self._totals()
-            self._recent = []
+            self._fold()
+
+    def _fold(self) -> None:
+        totals = self._totals(with_extra=self._is_traced)
+        self._sums, self._extra, self._gaps, self._guessed = totals
+        self._recent = []
 
     def add_trace(self, steps: list[TracedStep]) -> None:
         """Add the valid steps of one trace. Traces come in order."""
@@ -175,6 +180,8 @@ class Accounts:
 
         Without a valid trace, the most idle seconds are the work that is not proven ahead.
         """
+        if self._recent and not self._is_traced:  # else each reading would add all steps again
+            self._fold()
         sums, extra, gaps, guessed = self._totals(with_extra=bool(self._times))
         whole = sums.sum(0)
         # Gaps of most steps are those of the usable steps. Rare gaps are known of all steps.
@@ -206,6 +213,8 @@ class Accounts:
         """Return `_sums`, `_extra`, `_gaps` and `_guessed` with the recent steps. Only traces need
         `_extra` and `_guessed`; a loop of short steps on a CPU would notice the time."""
         sums, extra, gaps = self._sums.copy(), self._extra.copy(), self._gaps.copy()
+        if not self._recent:
+            return sums, extra, gaps, self._guessed
         steps = [step for step in self._recent if step.is_usable]
         weights = self._weights()
         found: dict[str, list[tuple[int, float]]] = {}

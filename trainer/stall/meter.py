@@ -135,7 +135,8 @@ class StallMeter:
         self._clock = clock = clock or _clock_of(device)
         self._place = own_place()
         tracer = clock.tracer()
-        self._accounts = Accounts(_mark_seconds(clock) if tracer else _MARK_SECONDS)
+        mark_seconds = _mark_seconds(clock) if tracer else _MARK_SECONDS
+        self._accounts = Accounts(mark_seconds, is_traced=tracer is not None)
         done = weakref.WeakMethod(self._add)  # a meter that nothing refers to is to be deleted
         self._chain = chain = MarkChain(clock, lambda step: (own := done()) and own(step))
         self._tracing: Tracing | None = None
