@@ -13,6 +13,7 @@ import io
 import lzma
 import os
 import re
+import string
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
@@ -137,7 +138,7 @@ class TextBlocks(Blocks):
 
     ASCII is read in the given encoding, because ISO-2022, HZ and UTF-7 have no other bytes. If the
     encoding has other letters than ASCII (UTF-16, UTF-32, EBCDIC), ASCII without NUL stays as it
-    is.
+    is, and so does what cannot be UTF-16, to be rejected.
     """
 
     def __init__(
@@ -188,8 +189,20 @@ class TextBlocks(Blocks):
             else:
                 decoder.decode(b"", final=self._stop is None)
         except UnicodeDecodeError:
-            return False
+            return is_wide(other) and _is_narrow(block)
         return has_other_letters or not is_ascii
+
+
+def is_wide(encoding: str) -> bool:
+    """Return whether an encoding writes a NUL beside a letter of ASCII, as UTF-16 does."""
+    return b"\0" in "a".encode(encoding)
+
+
+def _is_narrow(text: bytes) -> bool:
+    """Return whether a text is no UTF-16 or UTF-32: it has almost only letters of ASCII, and no NUL
+    beside them. Decoded nevertheless, it would be Chinese."""
+    others = text.translate(None, string.printable.encode())
+    return b"\0" not in text and 5 * len(others) < len(text)
 
 
 def _converted(blocks: Iterable[bytes], encoding: str) -> Iterator[bytes]:

@@ -26,10 +26,7 @@ from tokenfeed.tools.corpus.records import FieldKind, Fields, Records, rejected
 
 SMALLEST_SHARD_BYTES, LARGEST_SHARD_BYTES = 8_000_000, 256_000_000
 _SHARDS_WANTED = 64
-_CONVERT = (
-    ". Give --encoding NAME if all such files have the encoding NAME, like cp1252 or gb18030, or "
-    "convert the file: iconv -f NAME -t utf-8"
-)
+_ICONV = "convert the file: iconv -f NAME -t utf-8"
 _PACKED = {b"\x1f\x8b": ".gz", b"(\xb5/\xfd": ".zst", b"BZh": ".bz2", b"\xfd7zXZ\0": ".xz"}
 """How compressed files begin, and their endings."""
 
@@ -147,10 +144,15 @@ def read_records(part: FilePart, fields: Fields, *, in_one_pass: bool = False) -
 
 def with_remedy(reason: str, source: InputFile) -> str:
     """Return the reason for a reject, and what to do if text is not UTF-8."""
-    is_other = "invalid UTF-8" in reason and FORMATS[source.format].is_text and not source.encoding
-    if is_other and (ending := _ending_of_packed(source.path)):
+    is_undecodable = source.encoding is not None and "codec can't decode" in reason
+    if not FORMATS[source.format].is_text or not ("invalid UTF-8" in reason or is_undecodable):
+        return reason
+    if source.encoding:
+        return f"{reason}. It is neither UTF-8 nor {source.encoding}: {_ICONV}"
+    if ending := _ending_of_packed(source.path):
         return f"{reason}. The file is compressed: let its name end in {ending}"
-    return reason + _CONVERT * is_other
+    given = "Give --encoding NAME if all such files have the encoding NAME, like cp1252 or gb18030"
+    return f"{reason}. {given}, or {_ICONV}"
 
 
 @lru_cache(64)

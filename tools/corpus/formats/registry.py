@@ -15,7 +15,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from tokenfeed.pipeline.errors import CorpusError
-from tokenfeed.tools.corpus.blocks import LFS_POINTER, READ_ERRORS, Compression, TextBlocks
+from tokenfeed.tools.corpus.blocks import (
+    LFS_POINTER,
+    READ_ERRORS,
+    Compression,
+    TextBlocks,
+    is_wide,
+)
 from tokenfeed.tools.corpus.formats.arrow import ARROW
 from tokenfeed.tools.corpus.formats.delimited import CSV, TSV
 from tokenfeed.tools.corpus.formats.json_records import JSON_LINES, JSON_LIST
@@ -202,6 +208,8 @@ def is_pointer(path: Location, num_bytes: int) -> bool:
 
 def is_binary(path: Location, compression: Compression | None, encoding: str | None = None) -> bool:
     """Return whether the decompressed beginning contains a NUL, as text."""
+    if encoding and not is_wide(encoding):  # its text has no NUL, and other bytes may not decode
+        encoding = None
     return b"\0" in beginning_of(path, compression, _NUL_BYTES, encoding)[:_NUL_BYTES]
 
 

@@ -167,6 +167,27 @@ NAMES = {
 }
 
 
+def test_text_and_images_that_do_not_have_the_given_encoding_become_no_rows(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "plain.txt").write_text("plain words")
+    (corpus / "latin.txt").write_bytes("Le café est bon, très bon.".encode("latin-1"))
+    (corpus / "kana.txt").write_bytes("日本語のテキスト".encode("utf-16-le"))
+    (corpus / "image.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\x81\x8d")
+    lines = {}
+    for encoding in ("utf-16-le", "cp1252"):
+        out = tmp_path / encoding
+        run(corpus, out, "--tokenizer", tokenizer, "--encoding", encoding)
+        rejects = map(json.loads, (out / "rejects.jsonl").read_text().splitlines())
+        lines[encoding] = {Path(each["file"]).name: each["reason"] for each in rejects}
+    assert "neither UTF-8 nor utf-16-le" in lines["utf-16-le"].pop("latin.txt")
+    assert lines["utf-16-le"].keys() == {"image.png"}
+    assert "a binary file" in lines["cp1252"]["image.png"]
+    assert "latin.txt" not in lines["cp1252"]
+
+
 def test_each_kind_of_reject_is_named_once_with_its_number(tmp_path: Path, tokenizer: Path) -> None:
     corpus, out = tmp_path / "corpus", tmp_path / "out"
     corpus.mkdir()
