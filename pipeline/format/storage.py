@@ -186,6 +186,18 @@ def held(path: Path, *, is_shared: bool = False) -> Iterator[bool]:
         os.close(descriptor)
 
 
+def holder_of(path: Path) -> str:
+    """Return which process of this machine has locked a file or folder, as in " (process 123)";
+    empty if this is not known."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        inode = str(path.stat().st_ino)
+        for line in Path("/proc/locks").read_text().splitlines():
+            _, kind, _, _, process, file, *_ = line.split()
+            if kind == "FLOCK" and file.rpartition(":")[2] == inode and int(process) > 0:
+                return f" (process {process})"
+    return ""
+
+
 def _hold(descriptor: int, *, is_shared: bool = False) -> bool:
     assert fcntl is not None
     try:

@@ -87,7 +87,7 @@ def texts(num_documents: int, seed: int = 0) -> list[str]:
 def messages_in(stderr: str) -> list[str]:
     """The lines of a command, without the one that names the texts beside the records of
     `corpus`."""
-    return [line for line in stderr.splitlines() if "beside records as text" not in line]
+    return [line for line in stderr.splitlines() if "as text, beside files of records" not in line]
 
 
 def write_ballast(folder: Path) -> None:

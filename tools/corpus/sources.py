@@ -444,7 +444,7 @@ class _InputSearch:
         if tables and texts:
             shown = ", ".join(os.path.basename(each.name) for each in texts[:_SHOWN])
             logger.info(
-                "%s: reads %s beside records as text (%s%s). --exclude leaves out files",
+                "%s: reads %s as text, beside files of records (%s%s). --exclude leaves out files",
                 *(root, count_of(len(texts), "file"), shown, ", ..." * (len(texts) > _SHOWN)),
             )
         splits = {} if self.splits else _named_splits(tables, root)

@@ -147,7 +147,8 @@ _NOTES = {
     "fim_rows": "{:,} documents to fill in the middle",
     "removed_thinking": "{:,} messages whose thinking the template removed",
     "removed_text": "{:,} contents or calls that the template removed",
-    "no_stop": "{:,} messages of the assistant without a stop token: never learnt",
+    "no_stop": "{:,} messages of the assistant without a stop token, so a model does not learn to "
+    "end there",
     "split_tokens": "{:,} tokens that span two kinds, with the kind of their first character",
     "unmarked": "{:,} contents of the assistant outside {{% generation %}}: not learnt",
     "unread_arguments": "{:,} template arguments that the template does not read",

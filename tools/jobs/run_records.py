@@ -41,7 +41,12 @@ from tokenfeed.pipeline.format.manifest import (
     TOKENIZER_FILE,
     Manifest,
 )
-from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, held, waited_for
+from tokenfeed.pipeline.format.storage import (
+    TEMPORARY_SUFFIX,
+    held,
+    holder_of,
+    waited_for,
+)
 from tokenfeed.pipeline.format.store import LocalStore, Place
 from tokenfeed.pipeline.remote.retrying import results_of
 
@@ -466,7 +471,8 @@ def _alone_in_folder(output: Place, *, is_shared: bool = False) -> Iterator[None
     with held(output.folder, is_shared=is_shared) as is_held:
         if not is_held:
             raise ConfigError(
-                f"{output}: another run is writing here, or a part of a run. Wait for it or end it."
+                f"{output}: another run is writing here, or a part of a run"
+                f"{holder_of(output.folder)}. Wait for it or end it."
             )
         yield
 

@@ -4,6 +4,7 @@ import codecs
 import dataclasses
 import inspect
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -231,6 +232,10 @@ class Options:
                 raise ConfigError(
                     f"`--split` {given!r}: expected a name and a pattern, like test='*.test.jsonl'."
                 )
+        for path in self.paths if self.split else ():
+            name, is_pair, _ = str(path).partition("=")
+            if is_pair and is_split_name(name) and not os.path.lexists(path):
+                raise ConfigError(f"`{path}`: --split takes one value. Write --split {path!r}.")
         if self.encoding is not None:
             _check_encoding(self.encoding)
         _ = self.template_arguments  # raises if wrong

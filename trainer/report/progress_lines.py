@@ -320,6 +320,12 @@ def notes_on(
         before, after = sum(losses[-2 * last : -last]), sum(losses[-last:])
         if after < (1 - _LEAST_FALL) * before:
             found.append("the loss still fell when the run ended: raise --epochs")
+    if name == "validation_loss" and losses and losses[-1] > _DIVERGING * min(losses):
+        found.append(
+            f"the validation loss ends at {losses[-1]:.4g}, after {min(losses):.4g}: the model "
+            "learns the training data by heart. Lower --epochs; the best weights, by "
+            f"{task.best_by.metric}, are kept"
+        )
     return found
 
 

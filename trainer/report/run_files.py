@@ -31,7 +31,7 @@ from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.placement import cores_per_rank
 from tokenfeed.pipeline.feeding.stats import RemoteStats
-from tokenfeed.pipeline.format.storage import atomic_write, held
+from tokenfeed.pipeline.format.storage import atomic_write, held, holder_of
 from tokenfeed.pipeline.text import count_of
 from tokenfeed.trainer.config.run_config import (
     CHECKPOINTS_FOLDER,
@@ -384,8 +384,8 @@ class MetricsFile:
         if not self._lock.enter_context(held(self._path)):
             self.close()
             raise ConfigError(
-                f"`--run-dir`: another run is writing into {run_dir}. Wait for it or end it, or "
-                "give another folder."
+                f"`--run-dir`: another run is writing into {run_dir}{holder_of(self._path)}. Wait "
+                "for it or end it, or give another folder."
             )
 
     def keep(self, until_step: int) -> None:

@@ -165,7 +165,7 @@ def test_tables_with_other_names_are_tables_and_texts_beside_them_are_named(
     with caplog.at_level("INFO"):
         sources = corpus_of(tmp_path).sources
     assert [source.format for source in sources] == ["text", *["parquet"] * 4]
-    assert "reads 1 file beside records as text (LICENSE)" in caplog.text
+    assert "reads 1 file as text, beside files of records (LICENSE)" in caplog.text
     given = find_corpus((f"{tmp_path}/part-0",), out=None, field="text").sources
     assert [source.format for source in given] == ["parquet"]
 

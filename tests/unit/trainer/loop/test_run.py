@@ -397,4 +397,5 @@ def test_finished_report_notes_a_loss_that_still_fell(tmp_path: Path) -> None:
     flat = [{"step": step, "loss": 1.0} for step in range(1, 21)]
     assert notes_on(task, {}, flat) == []
     risen = [line | {"validation_loss": line["step"]} for line in lines]
-    assert notes_on(task, {}, risen) == []
+    (note,) = notes_on(task, {}, risen)
+    assert "ends at 20, after 1: the model learns the training data by heart" in note
