@@ -8,13 +8,24 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support import PROGRAMS, training, warm
-from support.training import assert_same_run, load_weights, run, write_counting
+from support.commands import call
+from support.data_sets import WriteDataset
+from support.training import (
+    VOCABULARY,
+    assert_same_run,
+    counting_rows,
+    load_weights,
+    run,
+    write_counting,
+)
 
 from tokenfeed.pipeline.errors import ResumeError
+from tokenfeed.tools import train
 from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.report.run_files import Report
@@ -148,6 +159,26 @@ def test_the_command_prints_progress_and_summary(counting: Path, tmp_path: Path)
         "stall",
         "report",
     ]
+
+
+def test_the_test_split_is_evaluated_with_the_best_weights(
+    write_dataset: WriteDataset, tmp_path: Path
+) -> None:
+    splits = {"train": 200, "validation": 24, "test": 30}
+    rows = {split: counting_rows(count) for split, count in splits.items()}
+    shards = write_dataset(tmp_path / "shards", rows, VOCABULARY)
+
+    def report_of(steps: int) -> dict[str, Any]:
+        """The report of a run whose steps are too large to improve for long."""
+        run_dir = tmp_path / f"run of {steps}"
+        config = make_config(shards, run_dir, steps=steps, learning_rate=0.3, save_every=1, keep=9)
+        config = dataclasses.replace(config, eval_every=1, schedule="constant", warmup_steps=0)
+        return json.loads(call(train.main, *words_of(config), "--json").stdout)
+
+    whole = report_of(4)
+    best = whole["best_step"]
+    assert 0 < best < 4
+    assert whole["metrics"] == report_of(best)["metrics"]
 
 
 def test_killed_run_without_checkpoint_says_how_to_start_again(

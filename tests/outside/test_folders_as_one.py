@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import call
-from support.data_sets import rows_in
+from support.data_sets import MakeDataset, rows_in
 
 from tokenfeed import Fixed, Manifest, Mixture, Packed, Padded, ShardLoader, pretokenize
 from tokenfeed.pipeline.errors import ConfigError
@@ -66,6 +66,12 @@ def test_folders_as_one_are_a_mixture_without_weights(folders: list[Path]) -> No
         with ShardLoader(way, batching=Padded(400), num_workers=0) as loader:
             batches.append([batch["input_ids"].tolist() for batch in loader])
     assert batches[0] == batches[1] == batches[2]
+
+
+def test_rows_in_file_order_merge_by_their_middle_tokens(make_dataset: MakeDataset) -> None:
+    folders = [make_dataset([2, 2, 2, 2]), make_dataset([4, 4])]
+    with ShardLoader(folders, batching=Fixed(1), num_workers=0, order="file", epochs=1) as loader:
+        assert [int(row) for batch in loader for row in batch.rows] == [0, 4, 1, 2, 5, 3]
 
 
 def test_rows_of_each_folder_lie_evenly_in_an_epoch(folders: list[Path]) -> None:
