@@ -356,14 +356,10 @@ class ChatTemplate:
         for turn, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            try:
-                before = self._text(conversation.until(turn), prompt=True)
-            except Unusable as reason:
-                raise type(reason)(f"message {turn + 1}: before it, {reason}") from None
-            until = text
+            until, before = text, self._before(conversation, turn)
             if turn + 1 < len(messages):
                 until = self._text(conversation.until(turn + 1))
-            if not (text.startswith(until) and until.startswith(before)):
+            if before is None or not (text.startswith(until) and until.startswith(before)):
                 self._check_work(conversation, text, of_turn=5)
                 before, until = self._by_another(conversation, turn, before, text)
             if not until:
@@ -386,6 +382,22 @@ class ChatTemplate:
             said.append((len(before), end))
         return said
 
+    def _before(self, conversation: Conversation, turn: int) -> str | None:
+        """Return the messages before a message, with the generation prompt; None if the message is
+        the first one and the template refuses a conversation without messages.
+
+        Raises:
+            Unusable: The template fails.
+        """
+        try:
+            return self._text(conversation.until(turn), prompt=True)
+        except Exhausted:
+            raise
+        except Unusable as reason:
+            if turn:
+                raise Unusable(f"message {turn + 1}: before it, {reason}") from None
+            return None
+
     def _header(self, conversation: Conversation, turn: int, before: str, text: str) -> str:
         """Return what the template writes between the messages before a message of the assistant
         and its content, if it has no generation prompt there."""
@@ -403,7 +415,7 @@ class ChatTemplate:
         return ""
 
     def _by_another(
-        self, conversation: Conversation, turn: int, prompt: str, text: str
+        self, conversation: Conversation, turn: int, prompt: str | None, text: str
     ) -> tuple[str, str]:
         """Return the text before a message and the text up to its end; empty if they are not
         certain. For templates that write an earlier message otherwise, such as without thinking.
@@ -415,7 +427,8 @@ class ChatTemplate:
         Args:
             conversation: The whole conversation.
             turn: The number of the message.
-            prompt: The messages before it, with the generation prompt.
+            prompt: The messages before it, with the generation prompt; None if there is none, and
+                the generation prompt behind the other answer stands for it.
             text: The rendered conversation.
         """
         messages, mark = [*conversation.messages], mark_for(text)
@@ -424,8 +437,11 @@ class ChatTemplate:
         messages[turn] = {"role": "assistant", "content": mark}
         changed = replace(conversation, messages=messages)
         try:
-            asked = self._text(conversation.until(turn))
             alone, whole = self._text(changed.until(turn + 1)), self._text(changed)
+            if prompt is None:
+                asked, prompt = alone, self._text(changed.until(turn + 1), prompt=True)
+            else:
+                asked = self._text(conversation.until(turn))
         except Unusable:
             return "", ""
         if alone.count(mark) != 1 or whole.count(mark) != 1 or not prompt.startswith(asked):

@@ -385,6 +385,14 @@ def test_an_uncertain_turn_is_named() -> None:
     }
 
 
+def test_the_assistant_may_begin_if_a_template_needs_a_message() -> None:
+    source = "{% if messages[0].role == 'tool' %}{% endif %}" + CHATML
+    roles = ("assistant", "user", "assistant")
+    messages = [{"role": role, "content": role[:1]} for role in roles]
+    answer = [("text", "a"), ("stop", "<|im_end|>")]
+    assert pieces_of(source, messages) == [*answer, ("user", "u"), *answer]
+
+
 def test_a_header_that_is_no_generation_prompt_is_not_learnt() -> None:
     source = CHATML.replace("{% if add_", "{% if messages[-1].role == 'user' and add_")
     user, answer = ({"role": role, "content": "a"} for role in ("user", "assistant"))
