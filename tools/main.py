@@ -3,6 +3,7 @@
 This file imports nothing of a command until the command is known, so that --help takes no time.
 """
 
+import signal
 import sys
 from importlib import import_module
 
@@ -27,7 +28,10 @@ def main() -> None:
         run_command(lambda: _without_command(name))
     sys.argv[1:] = words
     if name == "stall":  # runs a script of the user, whose signals and streams are its own
-        import_module("tokenfeed.tools.stall").main()
+        stall = import_module("tokenfeed.tools.stall")
+        if callable(signal.getsignal(signal.SIGINT)):  # not ignored
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        stall.main()
         return
     run_command(lambda: _start(name))
 

@@ -23,7 +23,7 @@ from tokenfeed.pipeline.feeding.placement import usable_cores
 from tokenfeed.pipeline.format.store import reading_once
 from tokenfeed.pipeline.text import facts
 from tokenfeed.tools.shell.console import print_json, run_command
-from tokenfeed.tools.train_phases import as_yaml, named_phases, read_phases, run_phases
+from tokenfeed.tools.train_phases import as_yaml, check_later, named_phases, read_phases, run_phases
 from tokenfeed.tools.train_settings import Command, Parsed, read_command, read_options
 from tokenfeed.trainer.config.memory import set_allocator
 from tokenfeed.trainer.config.values import flag_of
@@ -121,6 +121,7 @@ def _run_phases(command: Command) -> int:
         return 0
     if command.dry_run:
         phases = named_phases(read_phases(command), command.phase)
+        check_later(phases)
         return _dry_run([phase.parsed for phase in phases])
     requests = SignalRequests()
     run_phases(command, requests.should_stop, requests.should_save)

@@ -79,6 +79,21 @@ def read_phases(command: Command) -> list[Phase]:
     return phases
 
 
+def check_later(phases: list[Phase]) -> None:
+    """Check the phases after the first one, which begin when those before have trained.
+
+    Raises:
+        ConfigError: A phase could not begin.
+    """
+    from tokenfeed.trainer.loop.run import check_ahead
+
+    for phase in phases[1:]:
+        try:
+            check_ahead(phase.config)
+        except ConfigError as error:
+            raise ConfigError(f"{phase}: {error}") from error
+
+
 def as_yaml(command: Command, phases: list[Phase]) -> str:
     """Return the settings of all phases as --config takes them: first the common settings, then
     the differences of each phase."""
@@ -120,6 +135,7 @@ def run_phases(
     command = dataclasses.replace(command, run_dir=world.from_rank_0(lambda: command.run_dir))
     phases = read_phases(command)
     chosen = named_phases(phases, command.phase)
+    world.from_rank_0(lambda: check_later([each for each in chosen if not _is_finished(each)]))
     world.from_rank_0(lambda: _write_config(command, phases))
     for phase in chosen:
         before = phases[phase.number - 2] if phase.number > 1 else None

@@ -8,8 +8,20 @@ other frameworks, `tokenfeed.trainer` is the training loop and its stall meter, 
 `pretokenize`, which needs only the shard format, does not import torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import os
+import sys
+
+_SCRIPTS = ("tokenfeed", "pretokenize", "train", "report", "shards")
+_folder, _name = os.path.split(os.path.realpath(next(iter(getattr(sys, "argv", ())), "")))
+if _name in _SCRIPTS and _folder == os.path.dirname(sys.executable):
+    import _signal as signal  # type: ignore[import-not-found]  # `signal` takes milliseconds
+
+    # Ctrl-C while a command imports is no error: end at once, until `run_command` takes over.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
+from importlib import import_module  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
 
 if TYPE_CHECKING:
     __version__: str

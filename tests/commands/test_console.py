@@ -1,6 +1,9 @@
 """What the shell around every command makes of an error, an interruption, a bug."""
 
+import os
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from support import warm
@@ -65,6 +68,38 @@ def test_a_second_signal_waits_for_nothing() -> None:
         "            print('what takes long')\n"
     )
     assert (result.returncode, result.stdout, result.stderr) == (143, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("command", ["train", "pretokenize", "shards", "report", "main"])
+def test_ctrl_c_before_a_command_has_imported_itself_prints_nothing(command: str) -> None:
+    script = Path(sys.executable).with_name(command.replace("main", "tokenfeed"))
+    interrupt = (
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        "        if name == 'tokenfeed.pipeline.errors':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        f"sys.meta_path.insert(0, Finder); sys.argv = [{str(script)!r}]\n"
+        f"from tokenfeed.tools.{command} import main\n"
+    )
+    result = subprocess.run([sys.executable, "-c", interrupt], capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_full_stdout_is_named(unbuffered: str) -> None:
+    command = [sys.executable, "-m", "tokenfeed", "--version"]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            command,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )
+    line = "error: stdout: No space left on device\n"
+    assert (result.returncode, result.stderr) == (1, line)
 
 
 def test_a_bug_of_ours_keeps_its_traceback() -> None:

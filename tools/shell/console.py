@@ -27,6 +27,8 @@ _NO_ROOM = ("failed to map segment", "cannot allocate memory", "Cannot allocate 
 _NO_THREAD = "can't start new thread"
 """Python's message when the system refuses a thread."""
 
+_STDOUT = "stdout"
+
 _received: list[int] = []
 """Signals received so far."""
 _said = False
@@ -41,11 +43,11 @@ def run_command(body: Callable[[], int | None]) -> NoReturn:
     """
     _set_up()
     try:
-        code = body() or 0
+        code = _run(body)
         if sys.stdout:  # None if it was closed
             sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the last flush
+        _drop_output()
         code = _PIPE_CLOSED
     except KeyboardInterrupt as interruption:
         number = _received[0] if _received else signal.SIGINT
@@ -72,9 +74,40 @@ def run_command(body: Callable[[], int | None]) -> NoReturn:
         code = _say(_out_of_memory(error), _FAILED)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
+        if error.filename == _STDOUT:
+            _drop_output()
         code = _say(f"error: {where}{error.strerror or error}", _FAILED)
     _leave_threads_behind(code, "upload")
     sys.exit(code)
+
+
+def _run(body: Callable[[], int | None]) -> int:
+    """Return the exit code of a command's body. An extension module may turn an interruption into
+    any error."""
+    try:
+        return body() or 0
+    except Exception as error:
+        if _received and not isinstance(error, TokenfeedError):
+            raise KeyboardInterrupt from error
+        raise
+
+
+def _drop_output() -> None:
+    """Let Python's last flush of stdout succeed."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class _Stdout(io.FileIO):
+    """The file of stdout, whose errors name it."""
+
+    def write(self, data: Any, /) -> int:
+        """Write bytes, and return how many were written."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            if not isinstance(error, BrokenPipeError):
+                error.filename = _STDOUT
+            raise
 
 
 def print_json(value: Any) -> None:
@@ -97,6 +130,13 @@ def _set_up() -> None:
         signal.signal(number, _interrupt)
     _insist_on_utf8()
     log_to_stderr()
+    own = sys.stdout
+    if isinstance(own, io.TextIOWrapper) and own is sys.__stdout__:
+        file = _Stdout(own.fileno(), "wb", closefd=False)
+        by_line = own.line_buffering or own.write_through
+        sys.stdout = io.TextIOWrapper(
+            io.BufferedWriter(file), encoding=own.encoding, line_buffering=by_line
+        )
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # unusual file names in an ASCII locale

@@ -7,6 +7,8 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 
+import torch
+
 from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.pipeline.format.manifest import MANIFEST_FILE
@@ -16,13 +18,15 @@ from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
 from tokenfeed.trainer.config.memory import allocator
 from tokenfeed.trainer.config.run_config import Settle, TrainConfig, refuse_phases
 from tokenfeed.trainer.distributed.world import RankError, World, join_world
-from tokenfeed.trainer.loop.loaders import peak_of_step, smaller_size
+from tokenfeed.trainer.loop.loaders import SplitLoaders, peak_of_step, smaller_size
 from tokenfeed.trainer.loop.model_export import check_export, export_run
 from tokenfeed.trainer.loop.trainer import Trainer
 from tokenfeed.trainer.loop.uploads import check_upload, fetch_newest
+from tokenfeed.trainer.models.build import check_model
 from tokenfeed.trainer.optim.train_state import is_out_of_memory
 from tokenfeed.trainer.report.progress_lines import log_beginning
 from tokenfeed.trainer.report.run_files import Report, check_trackers, duration
+from tokenfeed.trainer.tasks.registry import task_of
 
 _TRIED_STEPS = 3
 _EVALUATION_COST = 1 / 3
@@ -71,6 +75,21 @@ def train(
     except RuntimeError as error:
         _raise_explained(error, config, world)
         raise
+
+
+def check_ahead(config: TrainConfig) -> None:
+    """Check a run that begins later: its trackers, its data, and the names of layers and weights.
+
+    Raises:
+        TokenfeedError: The run could not begin.
+    """
+    check_trackers(config)
+    cpu = torch.device("cpu")
+    task = task_of(config, cpu)
+    if config.micro_batch_tokens != "auto":
+        SplitLoaders(config, task, cpu)
+    if config.trainable is not None or config.lora is not None or config.recompute:
+        check_model(config, task.head)
 
 
 def announce(config: TrainConfig, world: World, settle: Settle | None = None) -> None:

@@ -1,6 +1,7 @@
 """Build the model of a run from its name."""
 
 import contextlib
+import dataclasses
 import difflib
 import fnmatch
 import importlib
@@ -76,6 +77,30 @@ def make_model(
         add_adapters(model, head, config)
     choose_trainable(model, config)
     return model
+
+
+def check_model(config: TrainConfig, head: Head) -> None:
+    """Check that a model has the layers and weights that the settings name, without reading its
+    weights. A model of one's own is made for this.
+
+    Raises:
+        ConfigError: There is no such model, or it lacks what is named.
+    """
+    _check_adapters(config)
+    is_own = not config.is_hub and config.model not in SIZES
+    with contextlib.nullcontext() if is_own else torch.device("meta"):
+        if config.is_hub:
+            with _needs_extra(f"`--model`={config.model}", "hub"):
+                from tokenfeed.trainer.models import hf_attention, hf_model  # noqa: F401
+            bare = dataclasses.replace(config, resume=True, lora=None)
+            model: nn.Module = hf_model.load_hub_model(bare, head, torch.float32)
+        else:
+            model = _named_model(config, head)
+        if config.lora is not None:
+            add_adapters(model, head, config)
+        if config.recompute:
+            recompute_layers(model)
+        choose_trainable(model, config)
 
 
 def add_adapters(model: nn.Module, head: Head, config: TrainConfig) -> None:

@@ -66,6 +66,17 @@ def test_a_wrong_phase_is_named_before_any_phase_runs(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_weights_that_a_later_phase_names_are_checked_before_any_phase_runs(
+    more: tuple[str, ...], shards: Path, tmp_path: Path
+) -> None:
+    path = written(tmp_path, shards, [TWO[1], {"name": "top", "trainable": "blocks.7.*"}])
+    last = call(train.main, "--config", path, *more, expect=2).stderr.splitlines()[-1]
+    assert last.startswith("error: phase 2 (top): `--trainable`: no parameter of ")
+    assert "matches 'blocks.7.*'" in last
+    assert not (tmp_path / "run").exists()
+
+
 def test_print_config_of_phases_is_read_again(shards: Path, tmp_path: Path) -> None:
     path = written(tmp_path, shards, [*TWO, {"name": "more", "epochs": 2}])
     printed = call(train.main, "--config", path, "--print-config").stdout
