@@ -8,6 +8,7 @@ import torch
 from support.training import make_config, run
 
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 
 
@@ -34,3 +35,28 @@ def test_evaluation_out_of_memory_names_its_option(every_task: Path, tmp_path: P
             every_task / "lm", tmp_path / "b", model=config.model, eval_micro_batch_tokens=128
         )
     )
+
+
+def out_of_memory_later(head: Any) -> torch.nn.Module:
+    """A model that has memory for an evaluation only before it has trained."""
+    from support.training import one_layer_model
+
+    model, trained = one_layer_model(head), []
+
+    def check(module: torch.nn.Module, _: object) -> None:
+        if not module.training and trained:
+            raise torch.OutOfMemoryError
+        trained.extend([True] * module.training)
+
+    model.register_forward_pre_hook(check)
+    return model
+
+
+def test_evaluation_that_fails_loses_no_checkpoint_that_is_due(
+    every_task: Path, tmp_path: Path
+) -> None:
+    model = f"{__name__}:out_of_memory_later"
+    config = make_config(every_task / "lm", tmp_path, model=model, eval_every=4, save_every=4)
+    with pytest.raises(ConfigError, match="with --resume if the run has saved"):
+        run(config)
+    assert Checkpoints.of_run(tmp_path).steps() == [4]
