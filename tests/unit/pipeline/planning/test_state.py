@@ -1,27 +1,20 @@
 """What was delivered is counted the same, whoever delivers it and wherever it stops."""
 
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.data_sets import MemoryReader, order_of_one, plan_in_memory, random_rows
 
 from tokenfeed.pipeline.errors import LoaderError, ResumeError
-from tokenfeed.pipeline.format.schema import Rows
 from tokenfeed.pipeline.planning.plan import Plan, Position
-from tokenfeed.pipeline.planning.policies import Batching, Fixed, Packed, Padded
+from tokenfeed.pipeline.planning.policies import Batching, Padded
 from tokenfeed.pipeline.planning.schedule import Schedule, Source, Stretch
 from tokenfeed.pipeline.planning.state import Delivered, resealed
 from tokenfeed.pipeline.windows.maker import WindowMaker
-from tokenfeed.pipeline.windows.rank_slice import between
 
-START = Position(0, 0, 0)
-POLICIES = st.sampled_from([Padded(30), Fixed(3), Packed(20, 2), Packed(20, 2, split=True)])
 BATCHES = [
     random_rows(np.random.default_rng(seed).integers(1, 40, size))
     for seed, size in enumerate([9, 1, 14, 6, 11])
@@ -32,72 +25,15 @@ def planned(batching: Batching, num_windows: int = 3) -> tuple[Plan, MemoryReade
     return plan_in_memory(BATCHES, batching, micro_batches_per_step=3, num_windows=num_windows)
 
 
-def deliver(
-    delivered: Delivered,
-    reader: MemoryReader,
-    *,
-    rounds: int | None = None,
-    world_size: int = 1,
-    rank: int = 0,
-    epochs: int = 1,
-) -> Iterator[Delivered]:
-    """What was delivered before the first round and after each of some, or all until an epoch
-    ends."""
-    done = 0
-    yield delivered
-    while delivered.position < (epochs, 0, 0):
-        rank_slice = WindowMaker(delivered.plan, reader, rank, world_size).make(delivered.position)
-        for each in rank_slice.rounds():
-            if rounds is not None and done >= rounds:
-                return
-            done += 1
-            delivered = delivered.after(each)
-            yield delivered
-
-
-def last(delivered: Iterable[Delivered]) -> Delivered:
-    *_, end = delivered
-    return end
-
-
-def whole_epoch(plan: Plan, reader: MemoryReader, **ranks: int) -> Delivered:
-    return last(deliver(Delivered(plan), reader, **ranks))
-
-
-def digests(plan: Plan, reader: MemoryReader, position: Position = START) -> list[int]:
-    digests: list[int] = WindowMaker(plan, reader, 0, 1).make(position).digests.tolist()
-    return digests
-
-
-class Renumbered(MemoryReader):
-    """The same record batches, with rows of other numbers."""
-
-    def __init__(self, batches: Sequence[Rows], shift: int) -> None:
-        super().__init__(batches)
-        self._ends = self._ends + shift
-
-
-def test_a_digest_is_that_of_its_rows_their_spans_and_the_place() -> None:
-    def found(lengths: list[int], batching: Batching, shift: int = 0) -> list[int]:
-        rows = [random_rows(np.array(lengths))]
-        return digests(plan_in_memory(rows, batching, shuffle=False)[0], Renumbered(rows, shift))
-
-    first, second = found([5, 5, 5, 5], Fixed(2))
-    assert found([5, 5, 5, 5], Fixed(2)) == [first, second]
-    assert len({first, second, *found([5, 5, 5, 5], Fixed(2), shift=1)}) == 4
-    assert len({first, second, *found([5, 5, 5, 5], Fixed(1))}) == 6
-    longer = found([5, 5, 5, 6], Fixed(2))
-    assert longer[0] == first
-    assert longer[1] != second
-
-
-def test_the_same_rows_in_another_window_or_epoch_have_another_digest() -> None:
-    plan, reader = plan_in_memory([random_rows(np.full(6, 5))], Fixed(2), shuffle=False)
-    sources = (Source(1, 1),)
-    stretch = Stretch.of_stage(sources, {0: Fraction(1)}, 1, 2, 2)
-    twice = replace(plan, order=Schedule(sources, (stretch,), 0, shuffle=False))
-    places = (START, Position(0, 1, 0), Position(1, 0, 0), Position(1, 1, 0))
-    assert len({digest for place in places for digest in digests(twice, reader, place)}) == 12
+def deliver(plan: Plan, reader: MemoryReader, rounds: int = -1) -> Delivered:
+    """What one rank has delivered after some rounds, or after an epoch."""
+    delivered = Delivered(plan)
+    while delivered.position < (1, 0, 0):
+        for each in WindowMaker(plan, reader, 0, 1).make(delivered.position).rounds():
+            delivered, rounds = delivered.after(each), rounds - 1
+            if not rounds:
+                return delivered
+    return delivered
 
 
 def two_sources(batching: Batching) -> Plan:
@@ -116,35 +52,6 @@ def two_sources(batching: Batching) -> Plan:
     )
 
 
-@pytest.mark.slow
-@given(POLICIES, st.integers(1, 7))
-def test_tokens_of_every_source_are_those_of_the_manifest_at_the_end_of_an_epoch(
-    batching: Batching, world_size: int
-) -> None:
-    plan, reader = two_sources(batching), MemoryReader(BATCHES)
-    slices = [
-        [
-            WindowMaker(plan, reader, rank, world_size).make(Position(0, n, 0))
-            for rank in range(world_size)
-        ]
-        for n in range(plan.num_windows)
-    ]
-    counted = np.zeros(2, np.int64)
-    for ranks in slices:
-        assert len({rank_slice.num_batches for rank_slice in ranks}) == 1
-        for number in range(ranks[0].num_batches):
-            tokens = np.zeros(2, np.int64)
-            for one in (one for one in ranks if not one.is_filler[number]):
-                pieces = between(one.piece_offsets, number)
-                source = one.rows[pieces] >= plan.row_ends[0]
-                tokens += np.bincount(source, one.piece_lengths[pieces], 2).astype(np.int64)
-            assert all(one.rounds()[number].tokens == tuple(tokens.tolist()) for one in ranks)
-            counted += tokens
-    assert tuple(counted.tolist()) == plan.epoch_tokens
-    done = whole_epoch(plan, reader, world_size=world_size)
-    assert (done.position, done.tokens) == ((1, 0, 0), (0, 0))
-
-
 def test_a_wrong_number_of_tokens_at_the_end_of_an_epoch_is_an_error() -> None:
     plan, reader = two_sources(Padded(70)), MemoryReader(BATCHES)
     one, two = (tokens or 0 for tokens in plan.epoch_tokens)
@@ -152,13 +59,13 @@ def test_a_wrong_number_of_tokens_at_the_end_of_an_epoch_is_an_error() -> None:
         with pytest.raises(
             LoaderError, match=f"source {number}, but its manifest .*{wrong[number]:,}"
         ):
-            whole_epoch(replace(plan, epoch_tokens=wrong), reader)
-    whole_epoch(replace(plan, epoch_tokens=(None, two)), reader)
+            deliver(replace(plan, epoch_tokens=wrong), reader)
+    deliver(replace(plan, epoch_tokens=(None, two)), reader)
 
 
 def saved(rounds: int = 5) -> tuple[Plan, dict[str, Any]]:
     plan, reader = planned(Padded(30))
-    return plan, last(deliver(Delivered(plan), reader, rounds=rounds)).state()
+    return plan, deliver(plan, reader, rounds).state()
 
 
 @pytest.mark.parametrize(
