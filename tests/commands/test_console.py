@@ -35,6 +35,11 @@ def run_body(body: str) -> subprocess.CompletedProcess[str]:
             "error: a: Too many open files",
         ),
         (
+            "raise OSError(errno.ENOSPC, 'No space left on device', 'a')",
+            1,
+            "error: a: No space left on device. Free space there, and run the command again.",
+        ),
+        (
             "raise MemoryError('Unable to allocate 9 GiB')",
             1,
             "error: there is not enough memory (Unable to allocate 9 GiB). Raise its limit, or use "

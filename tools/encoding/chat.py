@@ -427,8 +427,8 @@ class ChatTemplate:
         Args:
             conversation: The whole conversation.
             turn: The number of the message.
-            prompt: The messages before it, with the generation prompt; None if there is none, and
-                the generation prompt behind the other answer stands for it.
+            prompt: The messages before it, with the generation prompt. None: the template refuses
+                them, so the generation prompt behind the other answer is used.
             text: The rendered conversation.
         """
         messages, mark = [*conversation.messages], mark_for(text)

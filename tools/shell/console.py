@@ -7,6 +7,7 @@ file imports little, so that the handler for Ctrl-C is installed at once.
 """
 
 import contextlib
+import errno
 import io
 import json
 import logging
@@ -76,7 +77,9 @@ def run_command(body: Callable[[], int | None]) -> NoReturn:
         where = f"{error.filename}: " if error.filename else ""
         if error.filename == _STDOUT:
             _drop_output()
-        code = _say(f"error: {where}{error.strerror or error}", _FAILED)
+        is_full = error.errno == errno.ENOSPC
+        remedy = ". Free space there, and run the command again." if is_full else ""
+        code = _say(f"error: {where}{error.strerror or error}{remedy}", _FAILED)
     _leave_threads_behind(code, "upload")
     sys.exit(code)
 
