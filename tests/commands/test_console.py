@@ -103,7 +103,8 @@ def test_full_stdout_is_named(unbuffered: str) -> None:
             text=True,
             env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
         )
-    line = "error: stdout: No space left on device\n"
+    remedy = "Free space there, and run the command again."
+    line = f"error: stdout: No space left on device. {remedy}\n"
     assert (result.returncode, result.stderr) == (1, line)
 
 
