@@ -257,28 +257,6 @@ FORMS = [
 
 @pytest.mark.parametrize("device", ["host", "cpu"])
 @given(form=st.sampled_from(FORMS), case=cases())
-def test_batches_of_every_form_have_the_same_values(
-    device: str, form: BatchForm, case: Case
-) -> None:
-    small = dict.fromkeys(("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"), "int32")
-    dtypes = {"attention_mask": "bool"} | small
-    if "score" in case.rows.per_row:
-        dtypes["labels"] = "float32"
-    for made, expected in zip(case.batches(device, form), case.batches(), strict=True):
-        assert list(made) == list(expected)
-        for name, value in expected.items():
-            if not isinstance(value, torch.Tensor):
-                assert (type(made[name]), made[name]) == (type(value), value)
-                continue
-            assert isinstance(made[name], torch.Tensor)
-            assert np.asarray(made[name]).dtype == dtypes.get(name, "int64")
-            assert np.array_equal(made[name], value, equal_nan=name == "labels")
-        if "position_ids" in made:
-            assert made.cu_seqlens is made["cu_seq_lens_q"] is made["cu_seq_lens_k"]
-
-
-@pytest.mark.parametrize("device", ["host", "cpu"])
-@given(form=st.sampled_from(FORMS), case=cases())
 def test_targets_are_the_labels_of_what_a_slot_predicts(
     device: str, form: BatchForm, case: Case
 ) -> None:
@@ -304,22 +282,6 @@ def test_batches_on_a_gpu_equal_host_batches(task: Task) -> None:
         case = Case(rows, batching)
         for one, other in zip(case.batches(), case.batches("cuda"), strict=True):
             assert listed(one) == listed(other)
-
-
-@given(cases())
-def test_counts_on_the_host_equal_counts_of_the_tensors(case: Case) -> None:
-    for batch, (sequences, filler) in zip(case.batches(), case.slow(), strict=True):
-        pieces = [span for sequence in sequences for span in sequence]
-        sizes = [stop - start for _, start, stop in pieces]
-        labels = batch["labels"]
-        assert batch.num_targets == int(((labels != IGNORED) & ~labels.isnan()).sum())
-        assert batch.num_slots == batch["input_ids"].numel()
-        assert batch.num_tokens == (0 if filler else sum(map(case.size, sequences)))
-        assert batch.lengths.tolist() == [*map(case.size, sequences)]
-        assert batch.piece_lengths.tolist() == sizes
-        assert batch.rows.tolist() == [row for row, _, _ in pieces]
-        assert batch.starts.tolist() == [start for _, start, _ in pieces]
-        assert np.diff(batch.sequence_offsets).tolist() == [len(s) for s in sequences]
 
 
 @given(cases())
@@ -368,19 +330,6 @@ def test_a_batch_unpacks_like_a_dict(batching: Batching, pairs: bool, keys: list
         assert missing not in batch
         with pytest.raises(KeyError, match=missing):
             batch[missing]
-
-
-@pytest.mark.parametrize("batching", [Padded(100), Packed(8, 2)])
-def test_who_asks_what_a_batch_has_does_not_have_it_built(batching: Batching) -> None:
-    batch = Case(random_rows(np.array([5, 3, 2])), batching).batches()[0]
-    before = len(list(batch.tensors()))
-    assert all(key in batch for key in batch)
-    assert len(list(batch.tensors())) == before < len(batch)
-
-
-def test_a_batch_says_its_shape_tokens_and_device() -> None:
-    case = Case(random_rows(np.array([1000, 200])), Fixed(2))
-    assert repr(case.batches()[0]) == "Batch([2, 1000], 1,200 tokens, cpu)"
 
 
 @pytest.mark.parametrize("batching", [Padded(100), Packed(8, 2)])
