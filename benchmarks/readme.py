@@ -299,18 +299,6 @@ def ranks_table(results: list[Entry]) -> list[list[str]]:
     ]
 
 
-def planned_idle_table(results: list[Entry]) -> list[list[str]]:
-    """Idle time of tokenfeed by operations, in epochs of different length."""
-    planned = [entry for entry in results if "planned" in entry]
-    return [
-        ["ranks", "rows of an epoch", "steps", "idle, operations"],
-        *(
-            [str(each["ranks"]), f"{each['rows']:,}", str(each["steps"]), f"{each['planned']:.2%}"]
-            for each in planned
-        ),
-    ]
-
-
 def ratios_table(results: list[Entry], times: str) -> list[list[str]]:
     """Speeds, and the median of the ratios to a peer in the same repeat."""
     return [
@@ -341,7 +329,6 @@ TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {
     "text_loaders/front": claims_table,
     "text_loaders/mixture": mixture_table,
     "ranks": ranks_table,
-    "ranks/planned": planned_idle_table,
     "families": partial(ratios_table, times="times_datasets_map"),
     "tokens": partial(ratios_table, times="times_zstd"),
     "chat": chat_table,

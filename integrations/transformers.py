@@ -36,11 +36,10 @@ from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.feeding.loader import ShardLoader
-from tokenfeed.pipeline.format.schema import IGNORED, refuse_weights
+from tokenfeed.pipeline.format.schema import IGNORED, is_labelled, refuse_weights
 from tokenfeed.trainer.stall import StallReport
 
 _STATE_FILE = "loader.json"
-_LABEL_TASKS = ("classify", "score", "tag")
 _OF_THE_LOADER = (
     *("per_device_train_batch_size", "per_device_eval_batch_size", "dataloader_num_workers"),
     *("dataloader_prefetch_factor", "dataloader_drop_last", "train_sampling_strategy"),
@@ -115,7 +114,7 @@ class ShardTrainerMixin:
             self._check_training(self.train_dataset)
             if self.compute_loss_func is None:
                 refuse_weights(self.train_dataset.manifest.columns, "`train_dataset`")
-            if self.compute_loss_func is None and self.train_dataset.manifest.task in _LABEL_TASKS:
+            if self.compute_loss_func is None and is_labelled(self.train_dataset.manifest.task):
                 self.compute_loss_func = self._loss_of_labels
         self._warn_of_unused()
         self.args.ignore_data_skip = True  # the loader continues at its position

@@ -5,8 +5,8 @@
     update            the learning rate, and the divisor that counts targets
     scale_and_clip    scale, clip, skip or update, free the gradients
 
-The loop moves tensors and decides nothing. Its only call that can wait is the one for the next
-batch; the host never reads from the device. Everything occasional comes between two steps, in
+The loop moves tensors and decides nothing. It waits for the next batch, and for other ranks; the
+host never reads from the device. Everything occasional comes between two steps, in
 `trainer/loop/parts.py`.
 
 Gradients are those of the mean over a step's targets, whose number is known only at its end. So
@@ -113,7 +113,7 @@ def train_steps(
         before_update: Called before the weights change.
     """
     config, world, device = learner.config, learner.world, learner.device
-    of_step = config.accumulation
+    of_step = config.accumulation  # micro-batches of all ranks
     for step in steps:
         tally = Tally.zero(device)
         number, ends_step = step * of_step + world.rank, False
@@ -176,7 +176,7 @@ def add_gradients(
     elif replicas is not None:
         sums = replicas.without_sums()
     factor = precision.factor(learner.divisor)
-    task.factor = factor if isinstance(factor, Tensor) else None
+    task.factor = factor if isinstance(factor, Tensor) else None  # for `vocabulary_loss`
     task.begin_pass()
     with sums, outside_graphs(model, has_graphs=task.has_graphs):
         with precision.autocast():

@@ -54,29 +54,6 @@ def optimizations_table(results: list[Entry]) -> Rows:
     return rows
 
 
-def workers_table(results: list[Entry]) -> Rows:
-    """Return the idle share of the simulated device by loader and workers, with two batches ahead.
-
-    The results have other prefetches too: none of them changes a figure by much.
-    """
-    header = ["loader", "workers", "prefetch", "ms a batch", "it/s", "idle"]
-    return [
-        header,
-        *(
-            [
-                entry["loader"],
-                str(entry["workers"]),
-                NONE if entry["prefetch"] is None else str(entry["prefetch"]),
-                _digits(entry["ms_a_batch"], 1),
-                _digits(entry["steps_s"], 1),
-                _percent(entry["idle"]),
-            ]
-            for entry in _of(results, "workers")
-            if entry["prefetch"] in (None, 2)
-        ),
-    ]
-
-
 def memory_table(results: list[Entry]) -> Rows:
     """Return counted gigabytes by rows of a batch."""
     entries = _of(results, "memory")
@@ -136,7 +113,6 @@ def _percent(value: Any) -> str:
 
 TABLES = {
     "optimizations": optimizations_table,
-    "optimizations/workers": workers_table,
     "optimizations/memory": memory_table,
     "optimizations/cards": cards_table,
 }

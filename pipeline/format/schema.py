@@ -139,6 +139,11 @@ def column_of(columns: Iterable[Column], role: Role) -> Column | None:
     return next((column for column in columns if role_of(column.name) == role), None)
 
 
+def is_labelled(task: Task) -> bool:
+    """Return whether rows or tokens of a task have labels of their own, not the ids of tokens."""
+    return column_of(OF_TASK[task], "target") is not None
+
+
 def no_target(*, is_float: bool) -> float:
     """Return the value for tokens or rows without a target: -100 for integers, NaN for floats.
 

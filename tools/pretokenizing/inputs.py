@@ -21,7 +21,7 @@ import xxhash
 from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenizerError
 from tokenfeed.pipeline.format.manifest import FEW_ROWS
-from tokenfeed.pipeline.format.schema import token_dtype
+from tokenfeed.pipeline.format.schema import is_labelled, token_dtype
 from tokenfeed.pipeline.format.store import LocalStore, Place, local_path, open_place
 from tokenfeed.pipeline.text import public
 from tokenfeed.tools.corpus.field_paths import columns_of, nested, possible_columns
@@ -188,11 +188,11 @@ def _share_by_splits(
     if options.validation is not None:
         return options.validation
     splits = {source.split for source in sources} - {None}
-    is_labelled = task.name in ("classify", "score", "tag")
+    has_labels = is_labelled(task.name)
     is_chosen = bool(options.split) or TRAIN in splits
-    if VALIDATION in splits or (is_chosen and not is_labelled):
+    if VALIDATION in splits or (is_chosen and not has_labels):
         return 0.0
-    return _MOST_VALIDATION if is_labelled else None
+    return _MOST_VALIDATION if has_labels else None
 
 
 def _recipe(

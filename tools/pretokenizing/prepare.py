@@ -16,6 +16,7 @@ import xxhash
 
 from tokenfeed.pipeline.errors import TokenizerError
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
+from tokenfeed.pipeline.format.schema import is_labelled
 from tokenfeed.tools.corpus.input_files import FilePart
 from tokenfeed.tools.corpus.sources import Corpus, Known
 from tokenfeed.tools.corpus.units import Unit, cut_units, read_records, read_texts
@@ -249,7 +250,7 @@ def _advise(
             "nothing separates prompts from completions: no white space, and no end that all "
             "prompts have. Add a line break or a marker at the end of each prompt"
         )
-    is_bare = task.name in ("classify", "score", "tag") and not options.add_special_tokens
+    is_bare = is_labelled(task.name) and not options.add_special_tokens
     if is_bare and tokenizer.has_template:
         logger.info(
             "the tokenizer has a template for its special tokens, which is left out "

@@ -259,8 +259,8 @@ class Trainer(Run):
         if abs(now - rates[-1]) > _LARGEST_JUMP * rates[-1]:
             _log.warning(
                 "the learning rate jumps from %.2e in step %d to %.2e in step %d: --schedule %s "
-                "follows --steps, --warmup-steps and --learning-rate, which changed. constant, and "
-                "wsd before its last fifth, take more --steps without a jump",
+                "follows --steps, --warmup-steps and --learning-rate, which changed. With "
+                "constant, more --steps make no jump",
                 rates[-1],
                 self.step,
                 self.learner.rate(self.step + 1),
