@@ -9,6 +9,7 @@ encoders without FlashAttention may not, and only the loss would show it.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from itertools import pairwise
 from typing import Any
 
@@ -32,13 +33,15 @@ def check_documents_apart(
 
     Args:
         model: Called as `model(**batch)`, without the labels. Returns logits [B, T, V], or
-            something that has them as `logits`.
+            something that has them as `logits`. Adapt other models by a function, after
+            `model.eval()`: `lambda **batch: model(batch["input_ids"], batch["seq_idx"])`.
         batch: A packed batch, on the model's device.
         tolerance: Largest accepted difference, as a share of the largest logit. Default: 1e-4 if
             the logits are float32, else 2e-2. TF32 needs more.
 
     Raises:
-        ConfigError: The logits differ, or no row of the batch has two documents.
+        ConfigError: The logits differ, the model does not take the keys of a batch, or no row of
+            the batch has two documents.
     """
     length = batch.input_ids.shape[1]
     behind = [
@@ -54,14 +57,10 @@ def check_documents_apart(
     _, begin, end = max(behind)
     row, place = begin // length, slice(begin % length, (end - 1) % length + 1)
     packed = {key: value for key, value in batch.items() if key != "labels"}
-    alone = {
-        key: value[row : row + 1, place]
-        for key, value in packed.items()
-        if key in ("input_ids", "position_ids", "token_type_ids")
-    }
+    _check_takes(model, packed)
     with _evaluating(model):
         beside_TV = _logits(model(**packed))[row, place].float()
-        logits_1TV = _logits(model(**alone, use_cache=False))
+        logits_1TV = _logits(model(**_document(packed, row, place)))
     if tolerance is None:
         tolerance = _TOLERANCE if logits_1TV.dtype == torch.float32 else _HALF_TOLERANCE
     alone_TV = logits_1TV[0].float()
@@ -70,14 +69,41 @@ def check_documents_apart(
         raise ConfigError(
             f"`model`: {type(model).__name__} mixes the documents of a packed row: the logits of a "
             f"document differ by {difference:.2g} of the largest one from its logits alone "
-            f"(tolerance {tolerance:.2g}). Use `batching=Padded(...)`, or a model whose only "
-            "connection between tokens is attention."
+            f"(tolerance {tolerance:.2g}). Use `batching=Padded(...)`. In a model of your own, "
+            "attention needs a mask from `seq_idx` or `position_ids`, and other layers that "
+            "connect tokens must begin again at every document."
         )
 
 
 def has_neighbors(batch: Batch) -> bool:
     """Return whether the batch is packed, and a row has several documents."""
     return "cu_seq_lens_q" in batch and bool(np.diff(batch.sequence_offsets).max() > 1)
+
+
+def _document(packed: dict[str, Any], row: int, place: slice) -> dict[str, Any]:
+    """Return the inputs of a single document of a packed batch, with the same keys."""
+    ids, length = packed["input_ids"], place.stop - place.start
+    ends = torch.tensor([0, length], dtype=torch.int32, device=ids.device)
+    alone = {
+        key: value[row : row + 1, place]
+        for key, value in packed.items()
+        if isinstance(value, torch.Tensor) and value.shape == ids.shape
+    }
+    alone["seq_idx"] = alone["seq_idx"] - alone["seq_idx"][:, :1]
+    lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+    return packed | alone | lengths | {"max_length_q": length, "max_length_k": length}
+
+
+def _check_takes(model: Any, packed: dict[str, Any]) -> None:
+    """Check that a model can be called with the keys of a batch."""
+    try:
+        signature(getattr(model, "forward", model)).bind(**packed)
+    except TypeError as error:
+        raise ConfigError(
+            f"`model`: {type(model).__name__} cannot be called as model(**batch): {error}. Call "
+            "`model.eval()` and pass a function instead, such as `lambda **batch: "
+            'model(batch["input_ids"], batch["seq_idx"])`.'
+        ) from error
 
 
 def _is_padding(batch: Batch, slot: int) -> bool:

@@ -163,6 +163,37 @@ def test_check_of_model_that_mixes_documents_raises(
     assert model.training
 
 
+class OwnModel(torch.nn.Module):
+    """A model of a user: one layer of attention, which needs `seq_idx` or ignores it."""
+
+    def __init__(self, *, masks: bool) -> None:
+        super().__init__()
+        self.embedding, self.masks = torch.nn.Embedding(2_000, 16), masks
+
+    def forward(self, ids: torch.Tensor, seq_idx: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        mask = (seq_idx[:, :, None] == seq_idx[:, None, :]).tril()
+        mask = mask if self.masks else torch.ones_like(mask).tril()
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+
+def test_check_of_own_model_passes_each_key_of_a_batch_and_names_the_missing_mask(
+    shards: Path,
+) -> None:
+    batch = packed(shards)
+    assert int(batch["input_ids"].max()) < 2_000
+    right, wrong = OwnModel(masks=True), OwnModel(masks=False)
+
+    def adapted(model: OwnModel) -> Any:
+        return lambda **batch: model(batch["input_ids"], batch["seq_idx"])
+
+    check_documents_apart(adapted(right), batch)
+    with pytest.raises(ConfigError, match="attention needs a mask from `seq_idx`"):
+        check_documents_apart(adapted(wrong), batch)
+    with pytest.raises(ConfigError, match=r"OwnModel cannot be called as .*: missing .* 'ids'"):
+        check_documents_apart(right, batch)
+
+
 def test_check_of_rows_with_one_document_raises(shards: Path) -> None:
     with ShardLoader(shards, batching=Packed(8, 1, split=True), num_workers=0) as loader:
         alone = next(b for b in islice(loader, 50) if len(b.rows) == 1)
