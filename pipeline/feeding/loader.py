@@ -41,6 +41,7 @@ from tokenfeed.pipeline.planning.estimates import (
     coarse,
     deviation,
     estimate_rounds,
+    off,
     uneven,
     unmixed,
 )
@@ -245,7 +246,7 @@ class ShardLoader:
         self._epoch = 0
         """Epoch with which the loops of a split that begins anew start."""
         self._length: int | None = None
-        for warning in (check(plan, sources) for check in (unmixed, uneven, coarse)):
+        for warning in (check(plan, sources) for check in (unmixed, uneven, coarse, off)):
             if warning:
                 warnings.warn(warning, stacklevel=2)
 
@@ -398,7 +399,8 @@ class ShardLoader:
         """
         if self.epochs is None:
             raise ConfigError(
-                "`epochs`=None: a pass has no end, so it has no number of batches. Set `epochs`."
+                "`epochs`=None: a pass has no end, so it has no number of batches. Read this of "
+                "another loader, with `epochs`=1."
             )
         if not self._plan.has_end:
             raise ConfigError(
@@ -533,6 +535,8 @@ class ShardLoader:
                 "changes, start the run with a smaller `window_tokens`.",
                 stacklevel=2,
             )
+        if warning := off(plan, self._sources, begins=begins):
+            warnings.warn(warning, stacklevel=2)
         return begins
 
     def explain(self, batch: Batch) -> list[Origin]:

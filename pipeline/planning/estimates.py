@@ -184,6 +184,34 @@ def coarse(plan: Plan, sources: tuple[OpenedSplit, ...]) -> str | None:
     return None
 
 
+_OFF = 0.05
+"""Deviation of a share from its weight at which `off` warns."""
+
+
+def off(plan: Plan, sources: tuple[OpenedSplit, ...], *, begins: int = 0) -> str | None:
+    """Return a warning if a stage is so short that whole record batches cannot have its weights;
+    else None. Only stages from token `begins` of the run on count."""
+    order, found = plan.order, []
+    for nth, (stage, first) in enumerate(zip(plan.stages, order.first_windows, strict=False)):
+        if stage.until is None or stage.begins < begins:
+            continue
+        starts, stops = order.places(first), order.places(first + stage.num_windows - 1)
+        sizes = {n: float(order.sources[n].mean_tokens) for n in starts}
+        tokens = {n: (stops[n][1] - starts[n][0]) * size for n, size in sizes.items()}
+        weights = order.stretches[nth].weights
+        for n in starts:
+            share, due = tokens[n] / sum(tokens.values()), weights[n] / sum(weights.values())
+            found.append((abs(share - due), nth + 1, n, share, due, max(sizes.values())))
+    deviation, nth, n, share, due, largest = max(found, default=(0.0, 0, 0, 0.0, 0.0, 0.0))
+    if deviation <= _OFF:
+        return None
+    return (
+        f"stage {nth} is short. It reads whole record batches, so {share:.0%} of its tokens are of "
+        f"{sources[n].name}, not {due:.0%}. Make the stage at least {largest / _OFF:,.0f} tokens "
+        "long, or run `pretokenize` with a smaller `--shard-size`."
+    )
+
+
 def _deviations(
     plan: Plan, sources: tuple[OpenedSplit, ...]
 ) -> list[tuple[float, float, OpenedSplit]]:

@@ -1,6 +1,7 @@
 """A list of stages: exact shares, every row once per reading, and a future that may change."""
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -181,7 +182,6 @@ def check_rows(stages: list[Stage], folders: list[Path], order: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.reweigh.. the change begins")  # small data sets
 @settings(max_examples=settings().max_examples // 2)
 @given(drawn=LISTS, changes=CHANGES, order=st.sampled_from(["shuffled", "file"]))
 def test_a_run_whose_future_changed_equals_an_uninterrupted_run_of_its_final_list(
@@ -573,6 +573,29 @@ def test_window_tokens_error_names_the_value_to_pass(
         made(4_000).load_state_dict(state)
     advised = str(caught.value).split("Pass `window_tokens`=")[-1].rstrip(".")
     made(int(advised)).load_state_dict(state)
+
+
+def test_short_stage_warns_of_the_shares_that_whole_record_batches_give(
+    folders: list[Path], tmp_path: Path
+) -> None:
+    first, second = (
+        write_rows(tmp_path / name, {"train": random_rows(np.full(600 // n, n))}, VOCABULARY_SIZE)
+        for name, n in (("long", 50), ("short", 30))
+    )  # of four record batches each, because `folders` makes record batches small
+    weights = {first: 0.7, second: 0.3}
+    with pytest.warns(UserWarning, match=r"stage 1 is short.*--shard-size") as caught:
+        loader = open_loader([Stage(weights, until_tokens=300), Stage(weights)], SMALL, **OPTIONS)
+    batches = iter(loader)
+    while loader.position.window == 0:
+        next(batches)
+    tokens = loader.state_dict()["tokens"]
+    named = re.search(r"(\d+)% of its tokens are of (.*), not", str(caught[0].message))
+    assert named is not None
+    number = [str(first), str(second)].index(named[2])
+    assert round(100 * tokens[number] / sum(tokens)) == int(named[1])
+    assert abs(tokens[0] / sum(tokens) - 0.7) > 0.05
+    loader.close()
+    open_loader([Stage(weights, until_tokens=3_000), Stage(weights)], SMALL, **OPTIONS)
 
 
 def test_reweigh_returns_its_beginning_and_warns_of_a_long_delay(folders: list[Path]) -> None:
