@@ -91,13 +91,14 @@ class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
         return self._training.reweigh(weights)
 
     def val_dataloader(self) -> Any:
-        """Make a loader of the validation split, in file order. Every validation starts anew, and
-        reads every row of every data set once, whatever the weights of training are."""
+        """Make a loader of the validation split, always shuffled in the same way, so that
+        `limit_val_batches` takes rows of all lengths. Every validation starts anew, and reads every
+        row of every data set once, whatever the weights of training are."""
         if not self._validation:
             return []
         kept = {name: self._settings[name] for name in _OF_READING if name in self._settings}
         data = Mixture(dict.fromkeys(paths_of(as_one(self._path)), 1.0), exhausted="continue")
-        return self._loader(data, split=self._validation, shuffle=False, **kept)
+        return self._loader(data, split=self._validation, **kept)
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         """Return the batch, which is on the device already, and store the state of its step."""

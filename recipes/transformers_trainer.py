@@ -41,7 +41,7 @@ def main() -> None:
     )
     validation = None
     if "validation" in train.manifest.splits:
-        validation = ShardLoader(args.data, split="validation", shuffle=False, **batches)
+        validation = ShardLoader(args.data, split="validation", **batches)
     trainer = ShardTrainer(
         model=make_model(args.data),
         args=settings,
