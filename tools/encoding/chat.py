@@ -21,6 +21,7 @@ from typing import Any
 import xxhash
 
 from tokenfeed.pipeline.errors import TokenizerError
+from tokenfeed.pipeline.format.kinds import Kind
 from tokenfeed.tools.corpus.records import Unusable
 from tokenfeed.tools.encoding.chat_messages import (
     KNOWN_KEYS,
@@ -48,6 +49,7 @@ from tokenfeed.tools.encoding.chat_spans import (
     mark_for,
     marked,
     read_marks,
+    replaced,
 )
 
 _MOST_WORK = 1_000_000_000
@@ -57,6 +59,7 @@ _UNUSED = [chr(code) for code in (*range(1, 9), *range(14, 27))]
 _NONCE = "".join(SystemRandom().choices(_UNUSED, k=14))
 _SAID = f"{_NONCE}[", f"{_NONCE}]"
 """What stands around what {% generation %} encloses. No text has it: another process has others."""
+_NO_LETTER = re.compile(r"[^\s\w]|[\d_]")
 _SHOWN = 40
 """Characters of two texts that differ, in a message."""
 _TRAINING = dict(
@@ -209,6 +212,25 @@ class ChatTemplate:
         unlearnt = {n for n in turns if not is_learnt(messages[n])}
         missing = (int(found is None), *removed)
         return laid_out(text, said, parts, turns, missing, self._at_end, unlearnt)
+
+    def forms_special(self, conversation: Conversation, text: str) -> bool:
+        """Return whether the rendered text has other special tokens than with contents of letters
+        alone: the template may remove what separates the parts of a special token.
+
+        Raises:
+            Unusable: The template fails with letters.
+        """
+
+        def letters(value: str, _message: int, _kind: Kind) -> str:
+            return _NO_LETTER.sub("x", value)
+
+        own = conversation.copied()
+        messages = [
+            replaced(message, number, letters, details=True)
+            for number, message in enumerate(own.messages)
+        ]
+        other = self._text(replace(own, messages=messages))
+        return self.special.findall(text) != self.special.findall(other)
 
     def compare(self, conversation: Conversation) -> None:
         """Compare the text with that of `transformers`, if it is installed.

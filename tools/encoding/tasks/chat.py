@@ -242,6 +242,8 @@ class ChatEncoder(TaskEncoder):
         is_proved = not made.counts[COUNTS.index("unproved")]
         if not (is_proved or self.splits_special):
             self._check_joined(conversation)
+            if self._template.forms_special(conversation, made.text):
+                raise Unusable(_FORMED)
         if numbers and not (is_proved and -1 not in made.owners):
             raise Unusable("it is not certain which tokens belong to which message")
         notes = _notes(self._template, conversation, made)
@@ -372,6 +374,10 @@ class ChatEncoder(TaskEncoder):
         return f"has the text of the special token {found[0]!r}; see --special-tokens-in-text"
 
 
+_FORMED = (
+    "the template may form a special token of its texts, because their places in the rendered text "
+    "are not certain; see --special-tokens-in-text"
+)
 _JOINED = "has texts that form the special token {!r} together; see --special-tokens-in-text"
 
 _SILENT = "has nothing to learn: the assistant says nothing, or only messages of weight 0"

@@ -1043,6 +1043,7 @@ def test_special_text_over_several_contents_is_rejected(seen: str) -> None:
 
 CHANGING = "{{ messages[0].content | string | length }}" + JOINING
 """With marks, a content is longer, so the places of contents are not certain."""
+REMOVING = CHATML.replace("message.content", "message.content.replace('(', '')")
 
 
 @pytest.mark.parametrize(
@@ -1059,6 +1060,8 @@ CHANGING = "{{ messages[0].content | string | length }}" + JOINING
         (CHANGING, "a", None),
         (CHANGING, "<", None),
         (JOINING, "<|im_", None),
+        (REMOVING, "a<|im_(end|>b", "the template may form a special token"),
+        (REMOVING, "a(|b", None),
     ],
 )
 def test_contents_of_unknown_place_form_no_special_token(
