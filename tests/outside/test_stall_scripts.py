@@ -175,11 +175,13 @@ HF_FAULTS: list[list[object]] = [
 BORING = "lightning.pytorch.demos.boring_classes.BoringModel.validation_step"
 LOOP_RUN = "lightning.pytorch.loops.evaluation_loop._EvaluationLoop.run"
 DEVICE_SCRIPTS: dict[str, Case] = {
-    "evaluation": (  # first batches come before `eval()` and before `train()`
+    # First batches come before `eval()` and before `train()`, and one of training is evaluated.
+    "evaluation": (
         "def evaluate():\n"
         "    model.eval()\n"
         "    with torch.no_grad():\n"
-        "        return [loss(x, y).item() for x, y in rows(4)]\n"
+        "        [loss(x, y).item() for x, y in rows(4)]\n"
+        "        for x, y in training: return loss(x, y).item()\n"
         "def validate():\n"
         "    for x, y in rows(8):\n"
         "        model.eval(); loss(x, y)\n"

@@ -58,7 +58,7 @@ class Reporter:
             finished=self.is_finished,
             steps=run.step,
             skipped_steps=sum(skipped),
-            loss_scale=scales[-1] if scales else None,
+            loss_scale=scales[-1] if scales and run.learner.precision.is_scaled else None,
             tokens=step_sync.tokens,
             seconds=time.perf_counter() - run.started_s,
             total_seconds=run.seconds,

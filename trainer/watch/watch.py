@@ -164,8 +164,9 @@ class Watch:
         """The same for the latest batch that was trained."""
         self._resuming: Callable[[], Any] = _nothing
         """A weak reference to what fetched last in an evaluation."""
-        self._resumed: tuple[Any, Any] | None = None
-        """The same iterator and its batch, if an epoch may have begun with them."""
+        self._resumed: tuple[Callable[[], Any], Any] | None = None
+        """A weak reference to the same iterator, and its batch, if an epoch may have begun with
+        them."""
         self._plain: type | None = None
         """The type of the latest batch that was no mapping."""
         self._kept: list[Any] = []
@@ -412,10 +413,18 @@ class Watch:
         is_known = id(_source_of(loader)) in self._trained_on
         is_first = is_known and self._resuming() is not loader
         self._resuming = weakref.ref(loader) if is_known else _nothing
+        if self._meter is not None and self._meter.phase == "maybe" and self._is_abandoned():
+            self._resumed = None
+            self._meter.phase = "evaluation"
         if self._meter is not None and not is_first:
             self._meter.phase = "evaluation"
         elif self._meter is not None and self._meter.phase == "evaluation":
             self._meter.leave("maybe")
+
+    def _is_abandoned(self) -> bool:
+        """Return whether the iterator of a first batch is gone: nobody takes a second batch, so
+        the evaluation was on a single batch of the training data."""
+        return self._resumed is not None and self._resumed[0]() is None
 
     @_guarded
     def leave(self, block: "_Block | None") -> None:
@@ -428,9 +437,9 @@ class Watch:
         self._inside = None
         if block.meter is not None and block.meter is self._meter:
             if block is self._evaluation and block.meter.phase == "maybe":
-                block.meter.phase = "data"
-                if self._resumed is not None:
-                    self._look_at(*self._resumed)
+                block.meter.phase = "evaluation" if self._is_abandoned() else "data"
+                if self._resumed is not None and not self._is_abandoned():
+                    self._look_at(self._resumed[0](), self._resumed[1])
             self._resumed = None
             block.meter.leave(block.outer)
         self.run.spent(block.cause, time.perf_counter() - block.began, block.site)
@@ -556,7 +565,7 @@ class Watch:
         if block is not None and self._meter is not None:
             self._look_at(iterator, batch)
         elif self._meter is not None and self._meter.phase == "maybe":
-            self._resumed = iterator, batch
+            self._resumed = weakref.ref(iterator), batch
         return batch
 
     @_guarded

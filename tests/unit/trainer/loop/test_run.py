@@ -80,6 +80,12 @@ def test_evaluation_of_some_tokens_repeats_its_rows(counting: Path, tmp_path: Pa
             assert once == again != other.evaluator.metrics_of("validation")
 
 
+def test_run_that_goes_on_in_fp32_reports_no_loss_scale(counting: Path, tmp_path: Path) -> None:
+    begun = run(make_config(counting, tmp_path / "run", precision="fp16", steps=1))
+    report = run(make_config(counting, tmp_path / "run", resume=True, steps=2))
+    assert (begun.loss_scale, report.loss_scale) == (65536, None)
+
+
 def test_stop_during_first_evaluation_ends_before_training(
     counting: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
