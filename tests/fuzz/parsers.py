@@ -326,11 +326,14 @@ _LINES = "".join(
 _TABLE = pa.table({"text": _TEXTS, "n": list(range(len(_TEXTS)))})
 
 
-def _arrow(new: Callable[..., Any]) -> bytes:
+def _arrow(new: Callable[..., Any], table: pa.Table = _TABLE) -> bytes:
     sink = io.BytesIO()
-    with new(sink, _TABLE.schema) as writer:
-        writer.write_table(_TABLE, 3)
+    with new(sink, table.schema) as writer:
+        writer.write_table(table, 3)
     return sink.getvalue()
+
+
+_NESTED = pa.table({"words": [text.split() for text in _TEXTS], "in": [{"a": [t]} for t in _TEXTS]})
 
 
 _DELIMITED = "text,n\n" + "".join(f'"{text}",{n}\n' for n, text in enumerate(_TEXTS))
@@ -379,6 +382,14 @@ def _read_corpus(folder: Path, file: str) -> bool:
         value if isinstance(value, str) else bytes(value).decode()
     if any("\n" in reason for reason in bad.values()):
         raise Wrong(f"a reason of two lines: {bad!r}")
+    return bool(good)
+
+
+def _read_nested(folder: Path, file: str) -> bool:
+    """Read lists of words, and objects."""
+    good: dict[int, Any] = {}
+    for name, kind in (("words", FieldKind.WORDS), ("in", FieldKind.JSON)):
+        good |= read_sources(_source(folder / file, name), kind, field=name)[0]
     return bool(good)
 
 
@@ -500,6 +511,7 @@ PARSERS = {
     "tokenizer": Parser(_files({"tokenizer.json": _TOKENIZER}), [_read_tokenizer]),
     "model files": Parser(_make_model, [_read_model]),
     "saved": Parser(_files(_SAVED), [_read_corpus]),
+    "nested": Parser(_files({"nested.arrow": _arrow(ipc.new_file, _NESTED)}), [_read_nested]),
     "megatron": _token_rows(write_megatron),
     "nanogpt": _token_rows(write_nanogpt),
     "llm.c": _token_rows(write_llm_c),

@@ -72,9 +72,8 @@ def fits(column: pa.DataType, kind: FieldKind) -> bool:
     if pa.types.is_dictionary(column):
         return fits(column.value_type, kind)
     if kind.item:
-        is_list = pa.types.is_list(column) or pa.types.is_large_list(column)
-        return is_list and fits(column.value_type, kind.item)
-    return is_text(column) or any(is_type(column) for is_type in _SCALARS[kind].columns)
+        return is_list(column) and fits(column.value_type, kind.item)
+    return is_text(column) or _SCALARS[kind].fits(column)
 
 
 def checker(kind: FieldKind) -> Callable[[Any], Any]:
@@ -87,14 +86,23 @@ def checker(kind: FieldKind) -> Callable[[Any], Any]:
 def is_text(column: pa.DataType) -> bool:
     """Return whether a column has texts, or bytes that may be texts."""
     types = pa.types
-    return bool(
-        types.is_string(column)
-        or types.is_large_string(column)
-        or types.is_string_view(column)
-        or types.is_binary_view(column)
-        or types.is_binary(column)
-        or types.is_large_binary(column)
+    return _is_any(
+        *(column, types.is_string, types.is_large_string, types.is_string_view),
+        *(types.is_binary, types.is_large_binary, types.is_binary_view),
     )
+
+
+def is_list(column: pa.DataType) -> bool:
+    """Return whether a column has lists, in any of the layouts of Arrow."""
+    types = pa.types
+    return _is_any(
+        *(column, types.is_list, types.is_large_list, types.is_fixed_size_list),
+        *(types.is_list_view, types.is_large_list_view),
+    )
+
+
+def _is_any(column: pa.DataType, *are_types: Callable[[pa.DataType], bool]) -> bool:
+    return any(is_type(column) for is_type in are_types)
 
 
 def _list(kind: FieldKind, check: Callable[[Any], Any], value: Any) -> list[Any]:
@@ -144,10 +152,8 @@ def _optional_json(value: Any) -> Any:
 
 
 def _ids(value: Any) -> np.ndarray:
-    if not isinstance(value, list):
-        raise _not(FieldKind.IDS, value)
-    if {*map(type, value)} - {int}:  # a bool is an int, too
-        raise _not(FieldKind.IDS, next(one for one in value if type(one) is not int))
+    if not isinstance(value, list) or {*map(type, value)} - {int}:  # a bool is an int, too
+        raise _not_list(FieldKind.IDS, value, (int,))
     for end in (min(value), max(value)) if value else ():
         if not 0 <= end < 1 << 63:
             raise _not(FieldKind.IDS, end)
@@ -155,12 +161,8 @@ def _ids(value: Any) -> np.ndarray:
 
 
 def _numbers(value: Any) -> np.ndarray:
-    if not isinstance(value, list):
-        raise _not(FieldKind.NUMBERS, value)
-    if {*map(type, value)} - {int, float, bool}:
-        raise _not(
-            FieldKind.NUMBERS, next(one for one in value if not isinstance(one, int | float))
-        )
+    if not isinstance(value, list) or {*map(type, value)} - {int, float, bool}:
+        raise _not_list(FieldKind.NUMBERS, value, (int, float, bool))
     try:
         numbers = np.array(value, np.float64)
     except OverflowError:
@@ -168,6 +170,11 @@ def _numbers(value: Any) -> np.ndarray:
     if not np.isfinite(numbers).all():
         raise _not(FieldKind.NUMBERS, value[int(np.argmin(np.isfinite(numbers)))])
     return numbers
+
+
+def _not_list(kind: FieldKind, value: Any, types: tuple[type, ...]) -> Unusable:
+    wrong = [one for one in value if type(one) not in types] if isinstance(value, list) else [value]
+    return _not(kind, wrong[0])
 
 
 def _number(value: Any) -> float:
@@ -193,40 +200,40 @@ class _Scalar(NamedTuple):
 
     json: Any
     """The type that msgspec decodes."""
-    columns: tuple[Callable[[pa.DataType], bool], ...]
-    """Functions that return whether a column type has such values. Texts are always allowed."""
+    fits: Callable[[pa.DataType], bool]
+    """Returns whether a column type has such values. Texts are always allowed."""
     check: Callable[[Any], Any]
 
 
-def _holds_json(column: pa.DataType) -> bool:
+def _has_any(column: pa.DataType) -> bool:
     return True
 
 
-def _holds_ids(column: pa.DataType) -> bool:
-    return _is_list(column) and bool(pa.types.is_integer(column.value_type))
+def _has_numbers(column: pa.DataType) -> bool:
+    return _is_any(column, pa.types.is_integer, pa.types.is_floating)
 
 
-def _holds_numbers(column: pa.DataType) -> bool:
-    types = pa.types
-    allowed = (types.is_integer, types.is_floating, types.is_boolean)
-    return _is_list(column) and any(is_type(column.value_type) for is_type in allowed)
+def _has_labels(column: pa.DataType) -> bool:
+    return _is_any(column, pa.types.is_integer, pa.types.is_boolean)
 
 
-def _is_list(column: pa.DataType) -> bool:
-    types = pa.types
-    is_list = types.is_list(column) or types.is_large_list(column)
-    return bool(is_list or types.is_fixed_size_list(column))
+def _has_lists_of_ids(column: pa.DataType) -> bool:
+    return is_list(column) and bool(pa.types.is_integer(column.value_type))
+
+
+def _has_lists_of_numbers(column: pa.DataType) -> bool:
+    return is_list(column) and (_has_numbers(column.value_type) or _has_labels(column.value_type))
 
 
 _SCALARS: dict[FieldKind, _Scalar] = {
-    FieldKind.IDS: _Scalar(list[int], (_holds_ids,), _ids),
-    FieldKind.NUMBERS: _Scalar(list[float | bool], (_holds_numbers,), _numbers),
-    FieldKind.JSON: _Scalar(Any, (_holds_json,), _json),
-    FieldKind.OPTIONAL_JSON: _Scalar(Any, (_holds_json,), _optional_json),
-    FieldKind.ANY: _Scalar(Any, (_holds_json,), _optional_json),
-    FieldKind.TEXT: _Scalar(str, (), _text),
-    FieldKind.LABEL: _Scalar(str | int | bool, (pa.types.is_integer, pa.types.is_boolean), _label),
-    FieldKind.NUMBER: _Scalar(float | str, (pa.types.is_integer, pa.types.is_floating), _number),
+    FieldKind.IDS: _Scalar(list[int], _has_lists_of_ids, _ids),
+    FieldKind.NUMBERS: _Scalar(list[float | bool], _has_lists_of_numbers, _numbers),
+    FieldKind.JSON: _Scalar(Any, _has_any, _json),
+    FieldKind.OPTIONAL_JSON: _Scalar(Any, _has_any, _optional_json),
+    FieldKind.ANY: _Scalar(Any, _has_any, _optional_json),
+    FieldKind.TEXT: _Scalar(str, is_text, _text),
+    FieldKind.LABEL: _Scalar(str | int | bool, _has_labels, _label),
+    FieldKind.NUMBER: _Scalar(float | str, _has_numbers, _number),
 }
 _ITEMS: dict[FieldKind, FieldKind] = {
     FieldKind.WORDS: FieldKind.TEXT,

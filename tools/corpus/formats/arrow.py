@@ -22,30 +22,22 @@ _MAGIC = b"ARROW1"
 
 @dataclass(frozen=True, slots=True)
 class _ArrowTable:
-    path: str
+    file: pa.MemoryMappedFile
 
     @property
     def schema(self) -> pa.Schema:
-        with pa.memory_map(self.path) as file:
-            return _reader(file).schema
+        return self._reader().schema
 
     def group_rows(self) -> list[int]:
-        with pa.memory_map(self.path) as file:
-            reader = _reader(file, pa.ipc.IpcReadOptions(included_fields=[0]))  # is enough
-            if not isinstance(reader, pa.ipc.RecordBatchFileReader):
-                return [batch.num_rows for batch in reader]
-            rows = []
-            for index in range(reader.num_record_batches):
-                try:
-                    rows.append(reader.get_batch(index).num_rows)
-                except DAMAGE:
-                    rows.append(1)  # the record of the damage
-            return rows
+        batches = self._batches([0], 0, None)  # one column is enough
+        return [1 if isinstance(batch, Exception) else batch.num_rows for batch in batches]
 
     def read(self, fields: Fields, start: int, stop: int | None, first: int) -> Iterator[Records]:
         """See `Table.read`."""
         num_batches = 1 if stop is None else stop - start
-        for index, batch in enumerate(self._batches(fields, start, stop), start):
+        found = map(self.schema.get_field_index, fields)
+        columns = [index for index in found if index >= 0]
+        for index, batch in enumerate(self._batches(columns, start, stop), start):
             if isinstance(batch, Exception):
                 yield _damaged(index, batch, first, fields)
                 first += self.group_rows()[index]
@@ -59,25 +51,29 @@ class _ArrowTable:
             first += batch.num_rows
 
     def _batches(
-        self, fields: Fields, start: int, stop: int | None
+        self, columns: list[int], start: int, stop: int | None
     ) -> Iterator[pa.RecordBatch | Exception]:
-        """Yield record batches with the wanted columns.
+        """Yield record batches with some columns.
 
         A damaged batch of a file is yielded as an error. A stream ends with the first error.
         """
-        found = (self.schema.get_field_index(name) for name in fields)
-        columns = [index for index in found if index >= 0]
-        with pa.memory_map(self.path) as file:
-            reader = _reader(file, pa.ipc.IpcReadOptions(included_fields=columns))
-            if not isinstance(reader, pa.ipc.RecordBatchFileReader):
-                yield from islice(reader, start, stop)
-                return
-            for index in range(start, reader.num_record_batches if stop is None else stop):
-                try:
-                    batch = reader.get_batch(index)
-                except DAMAGE as error:
-                    batch = error
-                yield batch
+        reader = self._reader(columns)
+        if not isinstance(reader, pa.ipc.RecordBatchFileReader):
+            yield from islice(reader, start, stop)
+            return
+        for index in range(start, reader.num_record_batches if stop is None else stop):
+            try:
+                batch = reader.get_batch(index)
+            except DAMAGE as error:
+                batch = error
+            yield batch
+
+    def _reader(self, columns: list[int] | None = None) -> Any:
+        self.file.seek(0)
+        is_file = self.file.read(len(_MAGIC)) == _MAGIC
+        self.file.seek(0)
+        open_any = pa.ipc.open_file if is_file else pa.ipc.open_stream
+        return open_any(self.file, options=pa.ipc.IpcReadOptions(included_fields=columns))
 
 
 def _damaged(index: int, error: Exception, record: int, fields: Fields) -> Records:
@@ -85,17 +81,10 @@ def _damaged(index: int, error: Exception, record: int, fields: Fields) -> Recor
     return rejected(record, fields, reason)
 
 
-def _reader(file: pa.NativeFile, options: pa.ipc.IpcReadOptions | None = None) -> Any:
-    is_file = file.read(len(_MAGIC)) == _MAGIC
-    file.seek(0)
-    open_any = pa.ipc.open_file if is_file else pa.ipc.open_stream
-    return open_any(file, options=options)
-
-
 @contextmanager
 def _open(place: Location) -> Iterator[_ArrowTable]:
-    with local_copy(place) as path:
-        yield _ArrowTable(path)
+    with local_copy(place) as path, pa.memory_map(path) as file:
+        yield _ArrowTable(file)
 
 
-ARROW = table_format("arrow", (".arrow", ".feather"), _open, magic=b"ARROW1")
+ARROW = table_format("arrow", (".arrow", ".feather"), _open, magic=_MAGIC)

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tokenfeed.pipeline.arithmetic import Ragged
+from tokenfeed.pipeline.arithmetic import Ragged, offsets_of
 from tokenfeed.tools.corpus.input_files import FilePart, Format, InputFile, whole
 from tokenfeed.tools.corpus.locations import Location
 from tokenfeed.tools.corpus.records import (
@@ -25,10 +25,11 @@ from tokenfeed.tools.corpus.records import (
     Records,
     Reject,
     Unusable,
+    checker,
     fits,
+    is_list,
     is_text,
     lacks,
-    records_of,
     rejected,
     too_long,
 )
@@ -91,6 +92,8 @@ def without_long(records: Records, fields: Fields, most_bytes: int) -> Records:
     for name, kind in fields.items():
         values = records.fields[name]
         if (kind.item or kind) not in (FieldKind.TEXT, *RAW_KINDS):
+            continue
+        if kind is FieldKind.TEXT and max(map(len, values), default=0) <= most_bytes:
             continue
         for place, value in enumerate(values):
             num_bytes = _text_bytes(value)
@@ -192,94 +195,156 @@ def batch_records(batch: pa.RecordBatch, fields: Fields, numbers: np.ndarray) ->
         name: _plain(batch.column(name), kind) if name in present else pa.nulls(batch.num_rows)
         for name, kind in fields.items()
     }
-    if all(_is_sound(columns[name], kind) for name, kind in fields.items()):
-        return Records(numbers, {n: _values(columns[n], kind) for n, kind in fields.items()})
-    lists = [_listed(column, fields[name]) for name, column in columns.items()]
-    rows = (dict(zip(columns, values, strict=True)) for values in zip(*lists, strict=True))
-    return records_of(zip(numbers.tolist(), rows, strict=True), fields)
+    reasons: dict[int, str] = {}
+    values = {name: _values(columns[name], name, kind, reasons) for name, kind in fields.items()}
+    records = Records(numbers, values)
+    if not reasons:
+        return records
+    rejects = [Reject(int(numbers[row]), reasons[row]) for row in sorted(reasons)]
+    kept = np.setdiff1d(np.arange(len(numbers)), [*reasons])
+    return replace(records.take(kept), rejects=rejects)
 
 
 def _plain(column: pa.Array, kind: FieldKind) -> pa.Array:
-    """The column without dictionary encoding, texts as bytes: they may not be valid UTF-8."""
-    if pa.types.is_dictionary(column.type):
-        _check_dictionary(column)
-        column = column.dictionary_decode()
-    if kind.item and pa.types.is_dictionary(column.type.value_type):
-        _check_dictionary(column.values)
-        column = column.cast(pa.large_list(column.type.value_type.value_type))
-    if pa.types.is_string(column.type) or pa.types.is_string_view(column.type):
-        column = column.cast(pa.large_string())
-    if is_text(column.type):
-        column = column.cast(pa.large_binary())
-        column.validate(full=True)  # damaged offsets would be followed anywhere
-    return column
+    """Return a column without dictionaries, its lists as large lists, its texts as bytes, because
+    they may not be valid UTF-8. Lists and objects of any type stay as they are.
 
-
-def _check_dictionary(column: pa.DictionaryArray) -> None:
-    """Damaged indices and offsets would be followed anywhere.
-
-    Arrow's own check of them also asks that every text is valid UTF-8.
+    Raises:
+        pyarrow.ArrowInvalid: The column is damaged.
     """
-    column.indices.validate()
-    _plain(column.dictionary, FieldKind.TEXT)
-    ends = pc.min_max(column.indices).as_py()  # pyright: ignore[reportAttributeAccessIssue]
-    if ends["min"] is not None and not 0 <= ends["min"] <= ends["max"] < len(column.dictionary):
-        raise pa.ArrowInvalid(f"index {ends['max']} of a dictionary of {len(column.dictionary)}")
+    _check(column)
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if is_text(column.type):
+        return _binary(column)
+    if kind in RAW_KINDS or not is_list(column.type):
+        return column
+    lengths = pc.fill_null(pc.list_value_length(column), 0)  # pyright: ignore[reportAttributeAccessIssue]
+    ends = pa.py_buffer(offsets_of(np.from_dlpack(lengths)))  # Arrow's cast of views is wrong
+    offsets = pa.Array.from_buffers(pa.int64(), len(column) + 1, [None, ends])
+    items = column.flatten()
+    if pa.types.is_dictionary(items.type):
+        items = items.dictionary_decode()
+    items = _binary(items) if is_text(items.type) else items
+    return pa.LargeListArray.from_arrays(offsets, items, mask=column.is_null())
 
 
-def _is_sound(column: pa.Array, kind: FieldKind) -> bool:
-    """Whether all values are of a simple kind, none is null, and all text is valid UTF-8."""
-    if kind in _ARRAYS and pa.types.is_nested(column.type):
-        column.validate(full=True)  # damaged offsets would be followed anywhere
-        values = column.flatten()
-        if column.null_count or values.null_count:
-            return False
-        if kind is FieldKind.NUMBERS:
-            return bool(np.isfinite(_numpy(values, kind)).all())
-        least = pc.min(values).as_py()  # pyright: ignore[reportAttributeAccessIssue]
-        most = pc.max(values).as_py()  # pyright: ignore[reportAttributeAccessIssue]
-        return least is None or (least >= 0 and most < 1 << 63)
-    if column.null_count or kind is not FieldKind.TEXT:
-        return False
+def _binary(texts: pa.Array) -> pa.Array:
+    if pa.types.is_string_view(texts.type):
+        texts = texts.cast(pa.large_string())
+    return texts.cast(pa.large_binary())
+
+
+def _check(column: pa.Array) -> None:
+    """Check offsets and indexes, which would be followed anywhere if they are damaged.
+
+    The full check of Arrow also asks that every text is valid UTF-8, and it checks all items of the
+    lists of which a column is a slice.
+
+    Raises:
+        pyarrow.ArrowInvalid: The column is damaged.
+    """
+    types, kind = pa.types, column.type
+    if is_text(kind):
+        _binary(column).validate(full=True)
+    elif types.is_dictionary(kind):
+        column.indices.validate()
+        _check(column.dictionary)
+        ends = pc.min_max(column.indices).as_py()  # pyright: ignore[reportAttributeAccessIssue]
+        if ends["min"] is not None and not 0 <= ends["min"] <= ends["max"] < len(column.dictionary):
+            raise pa.ArrowInvalid(
+                f"index {ends['max']} of a dictionary of {len(column.dictionary)}"
+            )
+    elif types.is_struct(kind):
+        column.validate()
+        for child in range(kind.num_fields):
+            _check(column.field(child))
+    elif types.is_fixed_size_list(kind):
+        column.validate()
+        _check(column.flatten())
+    elif is_list(kind) or types.is_map(kind):
+        column.validate()
+        offsets: np.ndarray = np.from_dlpack(column.offsets)
+        starts, ends = offsets[:-1], offsets[1:]
+        if hasattr(column, "sizes"):  # of a view
+            starts, ends = offsets, offsets + np.from_dlpack(column.sizes)
+        if ((starts < 0) | (ends < starts) | (ends > len(column.values))).any():
+            raise pa.ArrowInvalid("the offsets of lists are out of order")
+        if len(column):
+            _check(column.values.slice(starts.min(), ends.max() - starts.min()))
+    elif isinstance(kind, pa.BaseExtensionType):
+        _check(column.storage)
+    elif types.is_nested(kind):
+        column.validate(full=True)
+
+
+def _values(
+    column: pa.Array, name: str, kind: FieldKind, reasons: dict[int, str]
+) -> list[Any] | Ragged:
+    """Return the values of a column, converted at once if all are sound.
+
+    Args:
+        column: A column of `_plain`.
+        name: The name of the field.
+        kind: The kind of the field.
+        reasons: Gets the reason for each row whose value is unusable, if it has none yet.
+    """
+    if kind in _ARRAYS and is_list(column.type) and not column.null_count:
+        items = column.flatten()
+        lengths: np.ndarray = np.from_dlpack(pc.list_value_length(column))  # pyright: ignore[reportAttributeAccessIssue]
+        if not items.null_count and _are_sound(items, kind):
+            array = _numpy(items).astype(_ARRAYS[kind])
+            if kind is FieldKind.IDS:
+                return Ragged(array, lengths.astype(np.int64, copy=False))
+            return np.split(array, np.cumsum(lengths)[:-1]) if len(lengths) else []
+    if kind is FieldKind.TEXT and not column.null_count and _is_utf8(column):
+        return list(column.to_pylist())
+    check, found = checker(kind), []
+    for row, value in enumerate(_listed(column, kind)):
+        try:
+            if isinstance(value, Unusable):
+                raise value
+            found.append(check(value))
+        except Unusable as reason:
+            reasons.setdefault(row, f"field `{name}` {reason}")
+            found.append(None)
+    return found
+
+
+def _are_sound(items: pa.Array, kind: FieldKind) -> bool:
+    """Return whether all numbers without nulls are accepted by a kind."""
+    if kind is FieldKind.NUMBERS:
+        return bool(np.isfinite(_numpy(items).astype(np.float64)).all())
+    ends = pc.min_max(items).as_py()  # pyright: ignore[reportAttributeAccessIssue]
+    return ends["min"] is None or (ends["min"] >= 0 and ends["max"] < 1 << 63)
+
+
+def _is_utf8(texts: pa.LargeBinaryArray) -> bool:
     try:
         pa.LargeStringArray.from_buffers(
-            len(column), *column.buffers()[1:], offset=column.offset
+            len(texts), *texts.buffers()[1:], offset=texts.offset
         ).validate(full=True)
     except pa.ArrowInvalid:
         return False
     return True
 
 
-def _values(column: pa.Array, kind: FieldKind) -> list[Any] | Ragged:
-    """Return the values of a sound column."""
-    if kind not in _ARRAYS:
-        return list(column.to_pylist())
-    values = _numpy(column.flatten(), kind)
-    sizes: np.ndarray = np.from_dlpack(pc.list_value_length(column))  # pyright: ignore[reportAttributeAccessIssue]
-    if kind is FieldKind.IDS:
-        return Ragged(values, sizes.astype(np.int64, copy=False))
-    return np.split(values, np.cumsum(sizes)[:-1]) if len(sizes) else []
-
-
-def _numpy(values: pa.Array, kind: FieldKind) -> np.ndarray:
+def _numpy(values: pa.Array) -> np.ndarray:
     """Return numbers without nulls as an array."""
     try:
-        numbers = np.from_dlpack(values)  # `to_numpy` imports pandas
+        return np.from_dlpack(values)  # `to_numpy` imports pandas
     except (pa.ArrowException, NotImplementedError):  # such as bool
-        numbers = values.to_numpy(zero_copy_only=False)
-    array: np.ndarray = numbers.astype(_ARRAYS[kind])
-    return array
+        array: np.ndarray = values.to_numpy(zero_copy_only=False)
+        return array
 
 
 def _listed(column: pa.Array, kind: FieldKind) -> list[Any]:
-    """Python values; a list of invalid UTF-8 shows as what it is, not as an error for all."""
+    """Return the values as Python objects. Invalid UTF-8 inside is not an error for all."""
     try:
         values: list[Any] = column.to_pylist()
     except UnicodeDecodeError:
         return [_value(scalar) for scalar in column]
-    if kind in RAW_KINDS:
-        return [without_nulls(value) for value in values]
-    return values
+    return [without_nulls(value) for value in values] if kind in RAW_KINDS else values
 
 
 def without_nulls(value: Any) -> Any:

@@ -168,7 +168,7 @@ class TaskEncoder(ABC):
 
     def _name_inside(self, reason: str) -> str:
         """Return the option that names a text inside an object or a list; empty without one."""
-        found = re.match("(?:field|column) `(.*)` is (dict|list|struct|large_list)", reason)
+        found = re.match(r"(?:field|column) `(.*)` is (dict|struct|\w*list)", reason)
         own = next((own for own, name in self.names.items() if found and name == found[1]), None)
         if not found or not own:
             return ""

@@ -344,7 +344,7 @@ def test_an_invalid_word_is_named_as_such(tmp_path: Path) -> None:
     feather.write_feather(table, str(tmp_path / "a.feather"))
     assert read(tmp_path / "a.feather", FieldKind.WORDS) == (
         {0: [b"good"]},
-        {1: "field `text` has invalid UTF-8"},
+        {1: "field `text` has invalid UTF-8 at byte 0"},
     )
 
 

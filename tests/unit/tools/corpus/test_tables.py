@@ -2,8 +2,10 @@
 
 import json
 import os
+from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -119,6 +121,53 @@ def test_offsets_that_lead_nowhere_are_damage_and_no_crash(tmp_path: Path) -> No
     good, bad = read(path)
     assert all(reason.startswith("record batch 1 is damaged: ") for reason in bad.values())
     assert len(good) + 4096 == ROWS
+
+
+def test_damaged_offsets_inside_lists_and_objects_are_damage(tmp_path: Path) -> None:
+    """Python read other memory as words, or ended by a segmentation fault."""
+    offsets = pa.py_buffer(np.array([0, 2, 400, 5], np.int32))
+    texts = pa.StringArray.from_buffers(3, offsets, pa.py_buffer(b"abcde"))
+    lists = pa.ListArray.from_arrays(pa.array([0, 2, 3]), texts)
+    false = pa.ListArray.from_buffers(
+        *(pa.list_(pa.int64()), 2, [None, pa.py_buffer(np.array([0, 90, 1], np.int32))]),
+        children=[pa.array([1])],
+    )
+    inside = pa.StructArray.from_arrays([texts], ["a"])
+    for column, kind in (
+        *((lists, FieldKind.WORDS), (lists, FieldKind.JSON), (inside, FieldKind.JSON)),
+        *((false, FieldKind.JSON), (false, FieldKind.LABELS)),
+    ):
+        feather.write_feather(pa.table({"text": column}), str(tmp_path / "a.arrow"), "uncompressed")
+        good, bad = read(tmp_path / "a.arrow", kind)
+        assert (good, list(bad)) == ({}, [0])
+        assert bad[0].startswith("record batch 0 is damaged")
+
+
+@pytest.mark.parametrize("suffix", ["arrow", "parquet"])
+@pytest.mark.parametrize(
+    "layout",
+    [pa.list_, pa.large_list, pa.list_view, pa.large_list_view, partial(pa.list_, list_size=2)],
+)
+def test_every_layout_of_lists_is_read(tmp_path: Path, layout: Any, suffix: str) -> None:
+    """Views and lists of a fixed size were refused for words."""
+    texts, numbers = [["a", "b"], ["c", "d"], None, ["e", None]], [[1, 2], [3, 4], None, [5, None]]
+    columns = {
+        "words": pa.array(texts, layout(pa.string())),
+        "ids": pa.array(numbers, layout(pa.int8())),
+    }
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "arrow":
+        with pa.ipc.new_file(path, (table := pa.table(columns)).schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+    else:
+        pq.write_table(pa.table(columns), path)
+    good, bad = read(path, FieldKind.WORDS, field="words")
+    assert good == {0: [b"a", b"b"], 1: [b"c", b"d"]}
+    assert sorted(bad) == [2, 3]
+    assert bad[3] == "field `words` is null, expected text"
+    good, bad = read(path, FieldKind.IDS, field="ids")
+    assert {row: ids.tolist() for row, ids in good.items()} == {0: [1, 2], 1: [3, 4]}
+    assert sorted(bad) == [2, 3]
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.csv", "a.txt"])
