@@ -17,15 +17,8 @@ import pyarrow as pa
 from pyarrow import csv, parquet
 
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format import schema
 from tokenfeed.pipeline.format.manifest import Manifest, read_checked
-from tokenfeed.pipeline.format.schema import (
-    ORIGIN_FILE,
-    ORIGIN_RECORD,
-    Rows,
-    record_batch,
-    shard_schema,
-    token_dtype,
-)
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.storage import atomic_folder
 from tokenfeed.pipeline.format.store import Store, local_path, open_store
@@ -61,8 +54,7 @@ class Export:
             print_json(made)
             return 0
         rows = ", ".join(f"{count_of(n, 'row')} of {name}" for name, n in made["splits"].items())
-        left = ", ".join(made["left_out"])
-        left = f" Without the columns {left}." if left else ""
+        left = f" Without the columns {', '.join(made['left_out'])}." if made["left_out"] else ""
         print(f"{made['to']}: {rows}, {made['tokens']:,} tokens, as {self.to}.{left}")
         return 0
 
@@ -85,8 +77,7 @@ def export_data_set(path: str, folder: Path, to: Format) -> dict[str, Any]:
     sizes = [info.bytes for split in splits.values() for info in split.shards]
     with atomic_folder(folder) as temporary, Bar(sizes) as bar:
         for name in splits:
-            rows = _rows(store, manifest, name, bar)
-            FORMATS[to](_Split(store, manifest, name, temporary, rows))
+            FORMATS[to](_Split(store, manifest, name, bar), temporary / name)
     return {
         "to": str(folder),
         "format": to,
@@ -97,68 +88,57 @@ def export_data_set(path: str, folder: Path, to: Format) -> dict[str, Any]:
     }
 
 
-def _rows(store: Store, manifest: Manifest, split: str, bar: Bar) -> Iterator[Rows]:
-    """Yield the rows of a split, a record batch at a time."""
-    for info in manifest.splits[split].shards:
-        reader = ShardReader.open(store, manifest, info)
-        for batch in range(info.batches):
-            rows, _ = reader.read(batch)
-            yield rows
-            bar.advance(Done(info.bytes * len(rows.ids) / info.tokens, len(rows.ids)))
-        bar.count_unit()
-
-
 class _Split(NamedTuple):
-    """A split to export, and the folder for its files."""
+    """A split to export."""
 
     store: Store
     manifest: Manifest
     name: str
-    folder: Path
-    rows: Iterator[Rows]
+    bar: Bar
 
     @property
-    def dtype(self) -> np.dtype[Any]:
-        """The type of ids in shards."""
-        return token_dtype(self.manifest.tokenizer.vocabulary_size)
+    def vocabulary_size(self) -> int:
+        return self.manifest.tokenizer.vocabulary_size
 
-    def file(self, ending: str) -> Path:
-        """Return the path of a file of the split."""
-        return self.folder / f"{self.name}{ending}"
+    def rows(self) -> Iterator[schema.Rows]:
+        """Yield the rows, a record batch at a time."""
+        for info in self.manifest.splits[self.name].shards:
+            reader = ShardReader.open(self.store, self.manifest, info)
+            for batch in range(info.batches):
+                rows, _ = reader.read(batch)
+                yield rows
+                self.bar.advance(Done(info.bytes * len(rows.ids) / info.tokens, len(rows.ids)))
+            self.bar.count_unit()
 
-    def written(self, path: Path, dtype: np.dtype[Any]) -> Iterator[Rows]:
-        """Yield the rows, and write their ids to a file."""
-        with path.open("wb") as file:
-            for rows in self.rows:
+    def written(self, path: str, dtype: type[np.generic] | None = None) -> Iterator[schema.Rows]:
+        """Yield the rows, and write their ids to a file, by default with the dtype of shards."""
+        with open(path, "wb") as file:
+            for rows in self.rows():
                 file.write(np.ascontiguousarray(rows.ids, dtype).data)
                 yield rows
 
 
-def _megatron(split: _Split) -> None:
+def _megatron(split: _Split, path: Path) -> None:
     """Write `.bin` and `.idx` of `IndexedDataset`, index version 1: one document per row."""
-    is_wide = split.manifest.tokenizer.vocabulary_size >= 65_500
-    dtype = np.dtype(np.int32) if is_wide else split.dtype
-    lengths = [rows.lengths.astype(np.int32) for rows in split.written(split.file(".bin"), dtype)]
-    sizes = np.concatenate(lengths)
-    ends = np.cumsum(sizes, dtype=np.int64) * dtype.itemsize
-    pointers = np.concatenate([[0], ends[:-1]]).astype(np.int64)
-    with split.file(".idx").open("wb") as index:
-        index.write(b"MMIDIDX\0\0" + np.uint64(1).tobytes() + bytes([4 if is_wide else 8]))
+    code, dtype = (4, np.int32) if split.vocabulary_size >= 65_500 else (8, np.uint16)
+    sizes = np.concatenate([rows.lengths for rows in split.written(f"{path}.bin", dtype)])
+    starts = (np.cumsum(sizes, dtype=np.int64) - sizes) * np.dtype(dtype).itemsize
+    with open(f"{path}.idx", "wb") as index:
+        index.write(b"MMIDIDX\0\0" + np.uint64(1).tobytes() + bytes([code]))
         index.write(np.array([len(sizes), len(sizes) + 1], np.uint64).data)
-        for values in (sizes, pointers, np.arange(len(sizes) + 1, dtype=np.int64)):
+        for values in (sizes.astype(np.int32), starts, np.arange(len(sizes) + 1)):
             index.write(values.data)
 
 
-def _nanogpt(split: _Split) -> None:
+def _nanogpt(split: _Split, path: Path) -> None:
     """Write `train.bin` and `val.bin`: uint16 ids, one row after the other."""
-    if split.dtype != np.uint16:
-        size = split.manifest.tokenizer.vocabulary_size
+    if split.vocabulary_size > 1 << 16:
         raise ConfigError(
-            f"{split.store.name}: nanoGPT reads ids of two bytes, and the tokenizer has {size:,} "
-            "ids. Use `--to llm.c` or `--to megatron`."
+            f"{split.store.name}: nanoGPT reads ids of two bytes, and the tokenizer has "
+            f"{split.vocabulary_size:,} ids. Use `--to llm.c` or `--to megatron`."
         )
     is_val = split.name == "validation" and "val" not in split.manifest.splits
-    for _ in split.written(split.folder / "val.bin" if is_val else split.file(".bin"), split.dtype):
+    for _ in split.written(f"{path.with_name('val') if is_val else path}.bin"):
         pass
 
 
@@ -166,53 +146,51 @@ LLM_C_TOKENS = 100_000_000
 """Most ids in a file for llm.c."""
 
 
-def _llm_c(split: _Split) -> None:
+def _llm_c(split: _Split, path: Path) -> None:
     """Write `SPLIT_000001.bin` and so on, each with a header of 256 int32."""
-    tokens, written = split.manifest.splits[split.name].tokens, 0
+    left, place = split.manifest.splits[split.name].tokens, 0
     header = np.zeros(256, np.int32)
-    header[:2] = (20240520, 1) if split.dtype == np.uint16 else (20240801, 7)
-    for rows in split.rows:
-        ids = np.ascontiguousarray(rows.ids, split.dtype)
-        while len(ids):
-            number, place = divmod(written, LLM_C_TOKENS)
-            part, ids = ids[: LLM_C_TOKENS - place], ids[LLM_C_TOKENS - place :]
-            with split.file(f"_{number + 1:06d}.bin").open("ab") as file:
-                if not place:
-                    header[2] = min(LLM_C_TOKENS, tokens - written)
+    header[:2] = (20240520, 1) if split.vocabulary_size <= 1 << 16 else (20240801, 7)
+    for rows in split.rows():
+        ids = np.ascontiguousarray(rows.ids)
+        for part in np.split(ids, range(-place % LLM_C_TOKENS, len(ids), LLM_C_TOKENS)):
+            with open(f"{path}_{place // LLM_C_TOKENS + 1:06d}.bin", "ab") as file:
+                if not file.tell():
+                    header[2] = min(LLM_C_TOKENS, left)
                     file.write(header.data)
                 file.write(part.data)
-            written += len(part)
+            left, place = left - len(part), place + len(part)
 
 
-def _olmo(split: _Split) -> None:
+def _olmo(split: _Split, path: Path) -> None:
     """Write `.npy` without a header, and `.csv.gz` with start, end, row, source and record."""
     sources = read_checked(split.store, split.manifest.sources).splitlines()
     paths = (json.loads(line)["path"] for line in sources)
     names = pa.array([path.encode(errors="backslashreplace").decode() for path in paths])
     end = row = 0
-    with pa.CompressedOutputStream(split.file(".csv.gz"), "gzip") as sink:
-        for rows in split.written(split.file(".npy"), split.dtype):
+    with pa.CompressedOutputStream(f"{path}.csv.gz", "gzip") as sink:
+        for rows in split.written(f"{path}.npy"):
             ends = end + np.cumsum(rows.lengths)
             columns = {
                 "start": ends - rows.lengths,
                 "end": ends,
                 "id": np.arange(row, row + len(rows)),
-                "src": names.take(pa.array(rows.per_row[ORIGIN_FILE])),
-                "loc": rows.per_row[ORIGIN_RECORD],
+                "src": names.take(pa.array(rows.per_row[schema.ORIGIN_FILE])),
+                "loc": rows.per_row[schema.ORIGIN_RECORD],
             }
             csv.write_csv(pa.table(columns), sink, csv.WriteOptions(include_header=False))
             end, row = int(ends[-1]), row + len(rows)
 
 
-def _parquet(split: _Split) -> None:
+def _parquet(split: _Split, path: Path) -> None:
     """Write one file with all columns."""
-    schema = shard_schema(split.manifest.tokenizer.vocabulary_size, split.manifest.columns)
-    with parquet.ParquetWriter(split.file(".parquet"), schema, compression="zstd") as file:
-        for rows in split.rows:
-            file.write_batch(record_batch(rows, schema)[0])
+    columns = schema.shard_schema(split.vocabulary_size, split.manifest.columns)
+    with parquet.ParquetWriter(f"{path}.parquet", columns, compression="zstd") as file:
+        for rows in split.rows():
+            file.write_batch(schema.record_batch(rows, columns)[0])
 
 
-FORMATS: dict[Format, Callable[[_Split], None]] = {
+FORMATS: dict[Format, Callable[[_Split, Path], None]] = {
     "megatron": _megatron,
     "nanogpt": _nanogpt,
     "llm.c": _llm_c,
