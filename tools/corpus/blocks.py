@@ -16,6 +16,7 @@ import re
 import string
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -44,34 +45,29 @@ _LARGEST_WINDOW_BYTES = 1 << 31
 """The window of `zstd --long=31`. Only the part with text takes memory."""
 
 
+@dataclass
 class Blocks:
     """An iterator over a compressed file, or over the bytes `start` to `stop` of a plain file."""
 
-    def __init__(
-        self,
-        path: Location,
-        compression: Compression | None = None,
-        start: int = 0,
-        stop: int | None = None,
-    ) -> None:
-        """Open a file."""
-        self.consumed_bytes = 0
-        """Number of bytes read from the file, before decompression."""
-        self._path = path
-        self._compression: Compression | None = compression
-        self._start, self._stop = start, stop
+    path: Location
+    compression: Compression | None = None
+    start: int = 0
+    stop: int | None = None
+    """None reads to the end."""
+    consumed_bytes: int = field(default=0, init=False)
+    """Number of bytes read from the file, before decompression."""
 
     def __iter__(self) -> Iterator[bytes]:
-        if self._compression is None:
+        if self.compression is None:
             return self._plain()
-        return self._streams(self._compression)
+        return self._streams(self.compression)
 
     def _plain(self) -> Iterator[bytes]:
-        with open_location(self._path) as file:
-            end = file.seek(0, os.SEEK_END) if self._stop is None else self._stop
-            file.seek(self._start)
+        with open_location(self.path) as file:
+            end = file.seek(0, os.SEEK_END) if self.stop is None else self.stop
+            file.seek(self.start)
             wanted = FIRST_BLOCK_BYTES
-            while (left := end - self._start - self.consumed_bytes) > 0:
+            while (left := end - self.start - self.consumed_bytes) > 0:
                 block = file.read(min(wanted, left))
                 wanted = min(2 * wanted, BLOCK_BYTES)
                 if not block:
@@ -93,7 +89,7 @@ class Blocks:
             yield b"".join(pieces)
 
     def _unpacked(self, compression: Compression) -> Iterator[bytes]:
-        make, num_bytes, step = _DECOMPRESSORS[compression], 0, _FEWEST_PACKED_BYTES
+        make, num_bytes, step = _PACKINGS[compression].make, 0, _FEWEST_PACKED_BYTES
         stream: Any = None
         for block in self._plain():
             start = 0
@@ -130,6 +126,7 @@ def marked_encoding(beginning: bytes) -> str | None:
     return next((name for mark, name in _MARKS.items() if beginning.startswith(mark)), None)
 
 
+@dataclass
 class TextBlocks(Blocks):
     """An iterator over the text of a file as UTF-8. A block may end within a character.
 
@@ -141,41 +138,23 @@ class TextBlocks(Blocks):
     is, and so does what cannot be UTF-16, to be rejected.
     """
 
-    def __init__(
-        self,
-        path: Location,
-        compression: Compression | None = None,
-        start: int = 0,
-        stop: int | None = None,
-        encoding: str | None = None,
-        enough_bytes: int | None = None,
-    ) -> None:
-        """Open a file.
-
-        Args:
-            path: See `Blocks`, also for the following.
-            compression: The compression of the file.
-            start: First byte.
-            stop: End, exclusive.
-            encoding: The encoding of text that is not UTF-8.
-            enough_bytes: Decompressed bytes that decide whether text is UTF-8. None: all.
-        """
-        super().__init__(path, compression, start, stop)
-        self._encoding = encoding
-        self._enough_bytes = enough_bytes
+    encoding: str | None = None
+    """The encoding of text that is not UTF-8."""
+    enough_bytes: int | None = None
+    """Decompressed bytes that decide whether text is UTF-8. None: all."""
 
     def __iter__(self) -> Iterator[bytes]:
         blocks = super().__iter__()
         first = next(blocks, b"")
-        encoding = None if self._start else marked_encoding(first)
-        if encoding is None and self._encoding and not self._is_utf8(self._encoding):
-            encoding = self._encoding
+        encoding = None if self.start else marked_encoding(first)
+        if encoding is None and self.encoding and not self._is_utf8(self.encoding):
+            encoding = self.encoding
         blocks = chain([first] if first else [], blocks)
         return _converted(blocks, encoding) if encoding else blocks
 
     def _is_utf8(self, other: str) -> bool:
         """Return whether the text is UTF-8, and not of the other encoding."""
-        again = Blocks(self._path, self._compression, self._start, self._stop)
+        again = Blocks(self.path, self.compression, self.start, self.stop)
         decoder = codecs.getincrementaldecoder("utf-8")()
         has_other_letters, is_ascii, num_bytes = "a".encode(other) != b"a", True, 0
         try:
@@ -184,10 +163,10 @@ class TextBlocks(Blocks):
                 if has_other_letters and b"\0" in block:
                     return False
                 is_ascii, num_bytes = is_ascii and block.isascii(), num_bytes + len(block)
-                if self._enough_bytes is not None and num_bytes >= self._enough_bytes:
+                if self.enough_bytes is not None and num_bytes >= self.enough_bytes:
                     break
             else:
-                decoder.decode(b"", final=self._stop is None)
+                decoder.decode(b"", final=self.stop is None)
         except UnicodeDecodeError:
             return is_wide(other) and _is_narrow(block)
         return has_other_letters or not is_ascii
@@ -216,45 +195,61 @@ class _GzipStream:
     """A gzip member with the methods that the standard library's decompressors have."""
 
     def __init__(self) -> None:
-        self._member = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+        self._stream: Any = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
 
     @property
     def eof(self) -> bool:
-        return self._member.eof
+        return bool(self._stream.eof)
 
     @property
     def unused_data(self) -> bytes:
-        return self._member.unused_data
+        return bytes(self._stream.unused_data)
 
     def decompress(self, packed: bytes, max_length: int) -> bytes:
-        return self._member.decompress(self._member.unconsumed_tail + packed, max_length)
+        return bytes(self._stream.decompress(self._stream.unconsumed_tail + packed, max_length))
 
 
-class _ZstdStream:
-    """A zstandard frame with the methods that the standard library's decompressors have."""
+class _ZstdStream(_GzipStream):
+    """A zstandard frame with the same methods. It decompresses all that it gets at once."""
 
     def __init__(self) -> None:
         decompressor = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW_BYTES)
-        self._frame = decompressor.decompressobj()
-
-    @property
-    def eof(self) -> bool:
-        return self._frame.eof
-
-    @property
-    def unused_data(self) -> bytes:
-        return self._frame.unused_data
+        self._stream = decompressor.decompressobj()
 
     def decompress(self, packed: bytes, max_length: int) -> bytes:
-        return self._frame.decompress(packed) if packed else b""
+        return bytes(self._stream.decompress(packed)) if packed else b""
 
 
-_DECOMPRESSORS: dict[Compression, Callable[[], Any]] = {
-    "gz": _GzipStream,
-    "bz2": bz2.BZ2Decompressor,
-    "xz": lzma.LZMADecompressor,
-    "zst": _ZstdStream,
+class _Packing(NamedTuple):
+    """A compression of files."""
+
+    endings: tuple[str, ...]
+    """Endings of file names."""
+    magic: bytes
+    """How a file begins."""
+    make: Callable[[], Any]
+    """Makes a decompressor of one stream."""
+
+
+_PACKINGS: dict[Compression, _Packing] = {
+    "gz": _Packing((".gz",), b"\x1f\x8b", _GzipStream),
+    "zst": _Packing((".zst", ".zstd"), b"(\xb5/\xfd", _ZstdStream),
+    "bz2": _Packing((".bz2",), b"BZh", bz2.BZ2Decompressor),
+    "xz": _Packing((".xz",), b"\xfd7zXZ\0", lzma.LZMADecompressor),
 }
+COMPRESSIONS = {ending: name for name, packing in _PACKINGS.items() for ending in packing.endings}
+"""By the last ending of a file name."""
+
+
+def compression_of(name: str) -> Compression | None:
+    """Return the compression of a file by the last ending of its name."""
+    return COMPRESSIONS.get(os.path.splitext(name.lower())[1])
+
+
+def packed_ending(beginning: bytes) -> str:
+    """Return the ending of compressed files that begin so; empty for other files."""
+    kinds = _PACKINGS.values()
+    return next((kind.endings[0] for kind in kinds if beginning.startswith(kind.magic)), "")
 
 
 class LongLine(NamedTuple):

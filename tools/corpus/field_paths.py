@@ -87,16 +87,25 @@ class _Formula:
     def paths(self) -> Iterator[_Path]:
         return (piece for piece in self.pieces if isinstance(piece, _Path))
 
-    def of(self, row: dict[str, Any]) -> Any:
-        """Return the value of a row: a text, or any value if the formula is one path."""
+    def checked(self, name: str, row: dict[str, Any], check: Callable[[Any], Any]) -> Any:
+        """Return the value of a row: a text, or any value if the formula is one path.
+
+        Raises:
+            Unusable: There is no such value, or `check` raises it.
+        """
+        value: Any = None
         if len(self.pieces) == 1:
-            path = next(self.paths)
-            return path.of(row[path.column])
-        texts = (
-            piece if isinstance(piece, str) else _text(piece.of(row[piece.column]), piece.name)
-            for piece in self.pieces
-        )
-        return "".join(texts)
+            (path,) = self.paths
+            value, name = path.of(row[path.column]), path.name
+        else:
+            value = "".join(
+                piece if isinstance(piece, str) else _text(piece.of(row[piece.column]), piece.name)
+                for piece in self.pieces
+            )
+        try:
+            return check(value)
+        except Unusable as reason:
+            raise Unusable(f"`{name}` {reason}") from None
 
 
 def _text(value: Any, name: str) -> str:
@@ -171,46 +180,25 @@ def possible_columns(fields: Fields) -> Fields:
 
 
 def computed(records: Iterable[Records], fields: Fields) -> Iterator[Records]:
-    """Yield the records of the columns of `columns_of` with the wanted fields."""
+    """Yield the records of the columns of `columns_of` with the wanted fields. A record without a
+    value for some formula is rejected."""
     formulas = {name: _formula(name) for name in fields if is_formula(name)}
     checks = {name: checker(fields[name]) for name in formulas}
     for each in records:
-        yield _computed(each, fields, formulas, checks)
-
-
-def _computed(
-    records: Records,
-    fields: Fields,
-    formulas: dict[str, _Formula],
-    checks: dict[str, Callable[[Any], Any]],
-) -> Records:
-    """Return the records with a value for each formula. Those without one are rejected."""
-    columns = records.fields
-    made: dict[str, list[Any]] = {name: [] for name in formulas}
-    kept: list[int] = []
-    rejects: list[Reject] = []
-    for place, values in enumerate(zip(*map(listed, columns.values()), strict=True)):
-        row = dict(zip(columns, values, strict=True))
-        try:
-            row_values = [
-                _checked(name, formulas[name], check, row) for name, check in checks.items()
-            ]
-        except Unusable as reason:
-            rejects.append(Reject(int(records.numbers[place]), f"field {reason}"))
-            continue
-        kept.append(place)
-        for column, value in zip(made.values(), row_values, strict=True):
-            column.append(value)
-    left = records.take(np.array(kept, np.int64))
-    all_fields = left.fields | made
-    rejects = [*records.rejects, *rejects]
-    return replace(left, fields={name: all_fields[name] for name in fields}, rejects=rejects)
-
-
-def _checked(name: str, formula: _Formula, check: Callable[[Any], Any], row: dict[str, Any]) -> Any:
-    value = formula.of(row)
-    try:
-        return check(value)
-    except Unusable as reason:
-        shown = name[1:-1] if len(formula.pieces) == 1 else name
-        raise Unusable(f"`{shown}` {reason}") from None
+        columns = each.fields
+        made: dict[str, list[Any]] = {name: [] for name in formulas}
+        kept: list[int] = []
+        rejects = [*each.rejects]
+        for place, values in enumerate(zip(*map(listed, columns.values()), strict=True)):
+            row = dict(zip(columns, values, strict=True))
+            try:
+                found = [formulas[name].checked(name, row, check) for name, check in checks.items()]
+            except Unusable as reason:
+                rejects.append(Reject(int(each.numbers[place]), f"field {reason}"))
+                continue
+            kept.append(place)
+            for column, value in zip(made.values(), found, strict=True):
+                column.append(value)
+        left = each.take(np.array(kept, np.int64))
+        all_fields = left.fields | made
+        yield replace(left, fields={name: all_fields[name] for name in fields}, rejects=rejects)

@@ -11,7 +11,7 @@ import xxhash
 
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.pipeline.format.storage import open_regular
-from tokenfeed.tools.corpus.blocks import Blocks, Compression, TextBlocks
+from tokenfeed.tools.corpus.blocks import Compression, TextBlocks
 from tokenfeed.tools.corpus.locations import PUT_BACK, Location, RemoteFile, names_beside
 from tokenfeed.tools.corpus.records import Fields, Records
 
@@ -120,11 +120,6 @@ class FilePart:
     weight_bytes: int
     """Expected bytes of text, for the division of work and for progress."""
 
-    def blocks(self) -> Blocks:
-        """Return the decompressed bytes of the part. `start` and `stop` must be bytes."""
-        source = self.source
-        return Blocks(source.path, source.compression, self.start, self.stop)
-
     def text_blocks(self) -> TextBlocks:
         """Return the text of the part as UTF-8. `start` and `stop` must be bytes."""
         source = self.source
@@ -149,9 +144,7 @@ class Format:
     endings: tuple[str, ...]
     """Endings of file names, in lower case."""
     read: Callable[[FilePart, Fields], Iterator[Records]]
-    """Reads a part. Raises one of `DAMAGE` or `damage` if the rest of the part cannot be read."""
-    damage: tuple[type[Exception], ...] = ()
-    """Exceptions of the parser for a damaged file, beside `DAMAGE`."""
+    """Reads a part. Raises one of `DAMAGE` if the rest of the part cannot be read."""
     cut: Callable[[InputFile, int], Iterator[FilePart]] = whole
     """Cuts a file into parts with about a number of bytes of text, the same parts in every run."""
     cut_at_once: int = 1
@@ -165,10 +158,8 @@ class Format:
     """Returns the schema of a table. Raises the errors of `OpenTable`."""
     text_ratio: int = 1
     """Estimated bytes of text per byte of the file, for the division of work."""
-    is_compressible: bool = False
-    """Whether files may be compressed (.gz and others). `read` must then use `FilePart.blocks`, or
-    `FilePart.text_blocks` for text."""
     is_text: bool = False
-    """Whether files are text, so that `--encoding` has an effect."""
+    """Whether files are text, which may be compressed (.gz and others) and have any `--encoding`.
+    `read` must then use `FilePart.text_blocks`."""
     has_record_per_line: bool = False
     """Whether the number of a record is the number of its line, with blank lines counted."""

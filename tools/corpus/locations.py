@@ -8,17 +8,17 @@ store is not a damage of the file.
 import contextlib
 import errno
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import IO, TYPE_CHECKING, BinaryIO, Self
+from typing import TYPE_CHECKING, BinaryIO, Self
 
 import numpy as np
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, RemoteError, RemoteMissingError
 from tokenfeed.pipeline.remote.object_file import (
     ObjectInfo,
-    SpansFile,
     VersionedBytes,
     open_ranged_bytes,
 )
@@ -184,21 +184,15 @@ def read_array(place: Location, dtype: "np.dtype | str", start: int, count: int)
     if isinstance(place, str):
         values: np.ndarray = np.fromfile(place, dtype, count, offset=start)
     else:
-        data = bytearray()
+        width, data = np.dtype(dtype).itemsize, bytearray()
         with open_location(place) as file:
             file.seek(start)
-            wanted = np.dtype(dtype).itemsize * count
-            while piece := file.read(min(wanted - len(data), _PIECE_BYTES)):
+            while piece := file.read(min(width * count - len(data), _PIECE_BYTES)):
                 data += piece
-        values = np.frombuffer(data, dtype, len(data) // np.dtype(dtype).itemsize)
+        values = np.frombuffer(data, dtype, len(data) // width)
     if len(values) < count:
         raise ValueError(f"{place} is cut short")
     return values
-
-
-def open_spans(place: RemoteFile) -> SpansFile:
-    """Open an object for reading a few spans."""
-    return SpansFile(place, place.info.name, place.info.size)
 
 
 @contextlib.contextmanager
@@ -213,18 +207,12 @@ def local_copy(place: Location) -> Iterator[str]:
         return
     with tempfile.NamedTemporaryFile(prefix="tokenfeed-") as copy:
         try:
-            _copy(place, copy)
+            with open_location(place) as file:
+                shutil.copyfileobj(file, copy, _PIECE_BYTES)
+            copy.flush()
         except OSError as error:
             raise CorpusError(
                 f"{place}: cannot be copied to {os.path.dirname(copy.name)}: {error.strerror}. Set "
                 "TMPDIR to a folder with more room."
             ) from error
         yield copy.name
-
-
-def _copy(place: RemoteFile, copy: IO[bytes]) -> None:
-    size = place.info.size
-    for start in range(0, size, _PIECE_BYTES):
-        length = min(_PIECE_BYTES, size - start)
-        copy.write(place.read_range(place.info.name, start, length).data)
-    copy.flush()

@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 _SET, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 """Files in the folder of a saved data set, and in the folder of several splits."""
+_OF_SAVED = {_SET, _INFO, _SPLITS}
+_SHOWN = 5
+"""Names of files that are shown."""
 
 
 def is_saved(names: Collection[str]) -> bool:
@@ -45,8 +48,8 @@ def is_saved(names: Collection[str]) -> bool:
 def saved_entries(
     folder: str, names: list[str], split: str | None
 ) -> list[tuple[str, str | None]] | None:
-    """Return the splits or files of a data set of `datasets`, each with its split. None for any
-    other folder.
+    """Return the splits or files that a data set of `datasets` lists, each with its split. None for
+    any other folder.
 
     Args:
         folder: The folder.
@@ -54,30 +57,35 @@ def saved_entries(
         split: The split of the folder.
 
     Raises:
-        CorpusError: The folder looks like a saved data set, but cannot be read, or a listed file is
-            missing.
+        CorpusError: The folder is a saved data set, but cannot be read, or lacks a listed file.
     """
-    entries: list[tuple[str, str | None]]
+    if not is_saved(names):
+        return None
+    index, key = (_SPLITS, "splits") if _SPLITS in names else (_SET, "_data_files")
     try:
-        if _SPLITS in names:
-            splits = json.loads(Path(folder, _SPLITS).read_bytes())["splits"]
-            entries = [(name, name) for name in splits]
-        elif {_SET, _INFO} <= set(names):
-            files = json.loads(Path(folder, _SET).read_bytes())["_data_files"]
-            entries = [(file["filename"], split) for file in files]
-        else:
-            return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        listed = json.loads(Path(folder, index).read_bytes())[key]
+        entries = listed if index == _SPLITS else [file["filename"] for file in listed]
+        missing = sorted({*entries} - {*names})
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        reason = f"it lists no files as `{key}`"
+        if not isinstance(error, LookupError | TypeError):
+            reason = str(error)
         raise CorpusError(
-            f"{folder}: looks like a saved data set, but cannot be read as one: {error}."
+            f"{folder}: is a saved data set by the names in it, but its {index} cannot be read: "
+            f"{reason}. Save the data set again. If another program wrote the file: --exclude "
+            f"{index}."
         ) from error
-    for name, _ in entries:
-        if name not in names:
-            raise CorpusError(
-                f"{folder}: the saved data set names {name!r}, which is not in this folder. Save "
-                "the data set again."
-            )
-    return entries
+    if missing:
+        raise CorpusError(
+            f"{folder}: the saved data set names {missing[0]!r}, which is not in this folder. Save "
+            "the data set again."
+        )
+    if unused := sorted(
+        filter(lambda name: not is_hidden(name), {*names} - {*entries} - _OF_SAVED)
+    ):
+        shown = ", ".join(unused[:_SHOWN]) + ", ..." * (len(unused) > _SHOWN)
+        logger.info("%s: is a saved data set, and does not list %s: left out", folder, shown)
+    return [(name, name if index == _SPLITS else split) for name in entries]
 
 
 NOT_A_CORPUS = (

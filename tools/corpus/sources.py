@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -24,6 +25,7 @@ from typing import NamedTuple
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.pipeline.remote.retrying import results_of
 from tokenfeed.pipeline.text import count_of, public
+from tokenfeed.tools.corpus.blocks import compression_of
 from tokenfeed.tools.corpus.formats.delimited import TSV, has_quoted_values
 from tokenfeed.tools.corpus.formats.json_records import JSON_LINES
 from tokenfeed.tools.corpus.formats.registry import (
@@ -33,14 +35,11 @@ from tokenfeed.tools.corpus.formats.registry import (
     FORMATS,
     Unread,
     beginning_of,
-    compression_of,
     format_in_folder,
     format_of_given,
-    has_known_ending,
-    is_binary,
     is_pointer,
     needs_look,
-    unread_given,
+    refuse_unread,
     unread_kind,
 )
 from tokenfeed.tools.corpus.formats.tokens import ENDINGS, TOKENS, refuse_foreign
@@ -60,6 +59,7 @@ from tokenfeed.tools.corpus.remote_sources import (
     hub_files,
     is_data_set,
     is_hidden,
+    is_saved,
     object_at,
     objects_below,
     repository_files,
@@ -191,6 +191,7 @@ def find_corpus(
         known={file.name: file for file in known},
         ids=ids,
         encoding=encoding,
+        max_record_bytes=max_record_bytes,
     )
     for path in paths:
         search.add(path)
@@ -211,11 +212,8 @@ def find_corpus(
             f"{', '.join(map(public, paths))}: no input file found{binary}. Point at folders or "
             f"files of text.{tokens}"
         )
-    sources = (
-        replace(source, index=index, max_record_bytes=max_record_bytes, encoding=encoding)
-        for index, source in enumerate(found)
-    )
-    return Corpus(sources=tuple(sources), binary=unread)
+    sources = tuple(replace(source, index=index) for index, source in enumerate(found))
+    return Corpus(sources=sources, binary=unread)
 
 
 def kind_left_out(file: Known) -> Unread:
@@ -235,24 +233,32 @@ def left_out(files: Sequence[Known]) -> list[str]:
     ]
 
 
-class _Entry(NamedTuple):
-    """A file or folder in a folder."""
+class _Found(NamedTuple):
+    """A file or folder, before its format is known."""
 
-    path: str
+    name: str
+    """Path from the command line, or below it."""
     real: str
-    """The path without symbolic links."""
-    is_folder: bool
-    split: str | None
+    """The path without symbolic links, or the address."""
+    place: Location
+    split: str | None = None
     """The split of the entry in a saved data set."""
+    is_folder: bool = False
     is_listed: bool = False
     """Whether a file of the folder lists the entry."""
-    object: RemoteFile | None = None
-    """An object of a store; None on this machine."""
 
-    @property
-    def place(self) -> Location:
-        """The place to read the entry."""
-        return self.object or self.path
+    @classmethod
+    def of_object(cls, file: RemoteFile) -> "_Found":
+        return cls(str(file), str(file), file)
+
+    def size_and_state(self) -> tuple[int, int | str]:
+        """See `InputFile.state`."""
+        if isinstance(self.place, RemoteFile):
+            return self.place.info.size, self.place.state
+        try:
+            return size_and_state(self.place)
+        except OSError as error:
+            raise _unreadable(self.place, error) from error
 
 
 @dataclass(kw_only=True)
@@ -267,6 +273,7 @@ class _InputSearch:
     known: dict[str, Known]
     ids: IdFacts | None
     encoding: str | None
+    max_record_bytes: int
     sources: list[InputFile] = dataclasses.field(default_factory=list)
     unread: dict[str, Known] = dataclasses.field(default_factory=dict)
     """Files in folders that no format reads, by URL or by path without symbolic links."""
@@ -281,20 +288,21 @@ class _InputSearch:
     """Whether some TSV has quoted values."""
 
     def add(self, path: str) -> None:
+        """Add what a path of the command line names."""
         if path == STANDARD_INPUT:
             self._add_stdin()
-            return
-        if "://" in path:
+        elif "://" in path:
             self._add_remote(path)
-            return
-        if path.startswith(HUB_PREFIX):
+        elif path.startswith(HUB_PREFIX):
             for file, split, commit in hub_files(path):
                 name = f"{path}/{split}/{os.path.basename(file)}"  # no path of this machine
-                if not self._excluded(f"{path}/{split}", path) and not self._excluded(name, path):
-                    format_ = format_in_folder(name, file, self.field)
-                    source = self._source(name, file, format_)
+                if not self._excluded(path, f"{path}/{split}", name):
+                    source = self._source(_Found(name, file, file), FORMATS["arrow"])
                     self._append(replace(source, state=commit or source.state), path, split)
-            return
+        else:
+            self._add_local(path)
+
+    def _add_local(self, path: str) -> None:
         real = os.path.realpath(path)
         if self.out and os.path.commonpath([real, self.out]) == self.out:
             raise ConfigError(f"{path}: is or lies in the output folder. Choose another output.")
@@ -306,47 +314,50 @@ class _InputSearch:
             ) from None
         except OSError as error:
             raise _unreadable(path, error) from error
+        given = _Found(path, real, path)
         if stat.S_ISDIR(mode):
-            self._add_found(map(self._looked_at, self._files_below(path, real)), path)
+            self._add_found(map(self._looked_at, self._files_below(given)), path)
         elif stat.S_ISREG(mode):
-            self._add_given(path, path, real)
+            self._add_given(given)
         else:
             raise CorpusError(f"{path}: is neither a folder nor a regular file.")
 
-    def _files_below(self, root: str, real: str) -> Iterator[_Entry]:
+    def _files_below(self, given: _Found) -> Iterator[_Found]:
         """Yield the files below a given folder in the order of their names."""
-        levels = [self._entries(_Entry(root, real, True, None), root)]
+        levels = [self._entries(given, given.name)]
         while levels:
             entry = next(levels[-1], None)
             if entry is None:
                 levels.pop()
             elif entry.is_folder:
-                levels.append(self._entries(entry, root))
+                levels.append(self._entries(entry, given.name))
             else:
                 yield entry
 
-    def _entries(self, folder: _Entry, root: str) -> Iterator[_Entry]:
+    def _entries(self, folder: _Found, root: str) -> Iterator[_Found]:
         """Yield the entries of a folder that are read. Without links, this is one system call."""
         if folder.real == self.out or not self._is_new(folder.real):
             return
         try:
-            with os.scandir(folder.path) as listed:
+            with os.scandir(folder.name) as listed:
                 found = {entry.name: entry for entry in listed}
         except OSError as error:
-            raise CorpusError(f"{folder.path}: cannot be listed: {error.strerror}.") from error
+            raise CorpusError(f"{folder.name}: cannot be listed: {error.strerror}.") from error
         names = sorted(found)
         if is_data_set(names):
-            if folder.path == root:
+            if folder.name == root:
                 raise CorpusError(f"{root}: {NOT_A_CORPUS}")
-            logger.info("%s: left out, it is a data set of pretokenize", folder.path)
+            logger.info("%s: left out, it is a data set of pretokenize", folder.name)
             return
-        entries = saved_entries(folder.path, names, folder.split)
-        is_listed = entries is not None
-        if entries is None:
-            entries = [(name, folder.split) for name in names if not is_hidden(name)]
-        for name, split in entries:
-            entry, path = found[name], os.path.join(folder.path, name)
-            if self._excluded(path, root):
+        saved = None
+        if is_saved(names):
+            paths = {each: os.path.join(folder.name, each) for each in names}
+            if is_saved([each for each in names if not self._excluded(root, paths[each])]):
+                saved = saved_entries(folder.name, names, folder.split)
+        unlisted = [(name, folder.split) for name in names if not is_hidden(name)]
+        for name, split in unlisted if saved is None else saved:
+            entry, path = found[name], os.path.join(folder.name, name)
+            if self._excluded(root, path):
                 continue
             try:
                 is_folder = entry.is_dir()
@@ -356,66 +367,63 @@ class _InputSearch:
                 real = os.path.realpath(path, strict=True) if entry.is_symlink() else real
             except OSError as error:
                 raise _unreadable(path, error) from error
-            yield _Entry(path, real, is_folder, split, is_listed)
+            yield _Found(path, real, path, split, is_folder, is_listed=saved is not None)
 
-    def _excluded(self, path: str, root: str) -> bool:
-        matches = matching(self.exclude, path, root)
-        self.excluding.update(compress(self.exclude, matches))
-        return any(matches)
+    def _excluded(self, root: str, *paths: str) -> bool:
+        """Return whether a pattern matches one of the paths, of which each is in the next."""
+        for path in paths:
+            if any(matches := matching(self.exclude, path, root)):
+                self.excluding.update(compress(self.exclude, matches))
+                return True
+        return False
 
     def _add_remote(self, url: str) -> None:
         """Add an object, or all objects below a URL."""
         if url.startswith(REPOSITORY_PREFIX):
-            self._add_repository(url)
-            return
-        if file := object_at(url):
+            files = repository_files(url)
+            name = files[0].info.name if files else ""
+            if len(files) == 1 and url.endswith(f"/{name}"):
+                self._add_given(_Found.of_object(files[0]))
+                return
+            root = files[0].pinned.removesuffix(f"/{name}") if files else url
+            objects = [file for file in files if not self._excluded(root, str(file))]
+        elif file := object_at(url):
             if file.store.address.query and str(file) in self.seen:
                 raise ConfigError(
                     f"{file}: is given twice. The part before `?` must differ between files: give "
                     "each address once."
                 )
-            self._add_given(str(file), file, str(file))
+            self._add_given(_Found.of_object(file))
             return
-        root = public(url).removesuffix("?anonymous")
-        found = [
-            file
-            for file, folders in objects_below(url)
-            if not any(self._excluded(path, root) for path in (*folders, str(file)))
-        ]
-        self._add_objects(list(results_of(RemoteFile.asked_for, found, _AT_ONCE)), root)
+        else:
+            root = public(url).removesuffix("?anonymous")
+            below = objects_below(url)
+            objects = [
+                file for file, folders in below if not self._excluded(root, *folders, str(file))
+            ]
+            objects = list(results_of(RemoteFile.asked_for, objects, _AT_ONCE))
+        found = list(map(_Found.of_object, objects))
+        self._add_found(results_of(self._looked_at, found, _AT_ONCE), root)
 
-    def _add_repository(self, url: str) -> None:
-        """Add a file of the Hub, or all files below a folder of a repository."""
-        files = repository_files(url)
-        if len(files) == 1 and url.endswith(f"/{files[0].info.name}"):
-            self._add_given(str(files[0]), files[0], str(files[0]))
-            return
-        root = files[0].pinned.removesuffix(f"/{files[0].info.name}") if files else url
-        self._add_objects([file for file in files if not self._excluded(str(file), root)], root)
-
-    def _add_objects(self, files: list[RemoteFile], root: str) -> None:
-        entries = [_Entry(str(file), str(file), False, None, object=file) for file in files]
-        self._add_found(results_of(self._looked_at, entries, _AT_ONCE), root)
-
-    def _add_found(self, found: Iterable[tuple[_Entry, Format | None]], root: str) -> None:
+    def _add_found(self, looked_at: Iterable[tuple[_Found, Format | None]], root: str) -> None:
         """Add the files below a folder, with their formats."""
         first = len(self.sources)
-        for entry, format_ in found:
-            if not self._is_new(entry.real):
+        for found, format_ in looked_at:
+            if not self._is_new(found.real):
                 continue
-            if entry.is_listed and format_ in (None, FALLBACK):
+            if found.is_listed and format_ in (None, FALLBACK):
                 raise CorpusError(
-                    f"{entry.path}: is listed in its folder, and has no known format. Copy it "
+                    f"{found.name}: is listed in its folder, and has no known format. Copy it "
                     "again."
                 )
-            if entry.object:  # without its content, if all contents take too much memory
-                self.room -= len(entry.object.content or b"")
-                kept = entry.object if self.room > 0 else replace(entry.object, content=None)
-                entry = entry._replace(object=kept)
+            if isinstance(found.place, RemoteFile):
+                self.room -= len(found.place.content or b"")
+                if self.room <= 0:  # all contents would take too much memory
+                    found = found._replace(place=replace(found.place, content=None))
             if format_ is None:
-                self.unread[entry.real] = Known(entry.path, *_size_and_state(entry.place), None)
+                self.unread[found.real] = Known(found.name, *found.size_and_state(), None)
             else:
-                self._append(self._source(entry.path, entry.place, format_), root, entry.split)
+                self._append(self._source(found, format_), root, found.split)
         self._settle(first, root)
 
     def _settle(self, first: int, root: str) -> None:
@@ -450,35 +458,40 @@ class _InputSearch:
         splits = {} if self.splits else _named_splits(tables, root)
         if not (self.splits or splits):
             _warn_of_split_names(tables, root)
-        for name in sorted({*splits.values()}):
-            count = count_of([*splits.values()].count(name), "file")
-            logger.info("%s: %s in split %s by name; see --split", root, count, name)
+        for name, count in sorted(Counter(splits.values()).items()):
+            files = count_of(count, "file")
+            logger.info("%s: %s in split %s by name; see --split", root, files, name)
         kept = (source for source in found if source not in about)
         self.sources[first:] = [
             replace(source, split=splits.get(source.name, source.split)) for source in kept
         ]
 
-    def _looked_at(self, entry: _Entry) -> tuple[_Entry, Format | None]:
-        """Return a file and its format, with the content of a small object that had to be
-        opened."""
-        if entry.object and entry.object.is_small and needs_look(entry.path):
-            entry = entry._replace(object=entry.object.fetched())
-        return entry, self._format_of_found(entry.path, entry.place)
+    def _looked_at(self, found: _Found) -> tuple[_Found, Format | None]:
+        """Return a file in a folder and its format, or None if no format reads it. A small object
+        that had to be opened keeps its content."""
+        name, place = found.name, found.place
+        if isinstance(place, RemoteFile) and place.is_small and needs_look(name):
+            found = found._replace(place=(place := place.fetched()))
+        if format_ := self._of_ids(name):
+            return found, format_
+        if known := self._unchanged(found):
+            return found, FORMATS[known.format] if known.format else None
+        return found, format_in_folder(name, place, self.field, self.encoding)
 
-    def _add_given(self, name: str, path: Location, real: str) -> None:
+    def _add_given(self, found: _Found) -> None:
         """Add a file that the command line names. A glob may name indexes of token ids."""
+        name, place = found.name, found.place
         if self.ids and name.lower().endswith(BESIDE_IDS):
-            self.unread[real] = Known(name, *_size_and_state(path), None)
+            self.unread[found.real] = Known(name, *found.size_and_state(), None)
             return
-        if kind := unread_given(name, path):
-            raise CorpusError(f"{name}: {kind.reason}.")
-        is_skipped = self.unread.pop(real, None) is not None
-        if self._is_new(real) or is_skipped:
-            known = self._unchanged(name, path)
-            given = known.format if known else None
-            format_ = self._of_ids(name) or (FORMATS[given] if given else None)
-            format_ = format_ or format_of_given(name, path, self.field, self.encoding)
-            self._append(self._source(name, path, format_), name, None)
+        refuse_unread(name, place)
+        is_skipped = self.unread.pop(found.real, None) is not None
+        if self._is_new(found.real) or is_skipped:
+            known, format_ = self._unchanged(found), self._of_ids(name)
+            if format_ is None and known and known.format:
+                format_ = FORMATS[known.format]
+            format_ = format_ or format_of_given(name, place, self.field, self.encoding)
+            self._append(self._source(found, format_), name, None)
 
     def _is_new(self, real: str) -> bool:
         """Return whether a path was not found before, and remember the path."""
@@ -486,26 +499,11 @@ class _InputSearch:
         self.seen.add(real)
         return is_new
 
-    def _unchanged(self, name: str, path: Location) -> Known | None:
+    def _unchanged(self, found: _Found) -> Known | None:
         """Return the facts about a file from an earlier run, if the file is unchanged."""
-        known = self.known.get(name)
-        is_same = known and (known.bytes, known.state) == _size_and_state(path)
+        known = self.known.get(found.name)
+        is_same = known and (known.bytes, known.state) == found.size_and_state()
         return known if is_same else None
-
-    def _format_of_found(self, name: str, path: Location) -> Format | None:
-        """Return the format of a file in a folder; None if no format reads it."""
-        if format_ := self._of_ids(name):
-            return format_
-        if known := self._unchanged(name, path):
-            return FORMATS[known.format] if known.format else None
-        if unread_kind(name):
-            return None
-        format_ = format_in_folder(name, path, self.field, self.encoding)
-        if format_ is FALLBACK and is_binary(path, compression_of(name), self.encoding):
-            return None
-        if not has_known_ending(name) and is_pointer(path, _size_and_state(path)[0]):
-            return None  # most likely of a picture or a model
-        return format_
 
     def _of_ids(self, name: str) -> Format | None:
         """Return the format of a file of token ids, for the task that reads them."""
@@ -545,23 +543,24 @@ class _InputSearch:
 
     def add_spooled(self, file: Spooled, format_: Format) -> None:
         """Add a file that this process made from input that it cannot read twice."""
-        source = self._source(file.name, file.path, format_)
-        source = replace(source, state=f"{file.checksum:016x}", is_spooled=True)
-        source = replace(source, class_names=file.class_names)
+        source = self._source(_Found(file.name, file.path, file.path), format_)
+        state = f"{file.checksum:016x}"
+        source = replace(source, state=state, is_spooled=True, class_names=file.class_names)
         self._append(source, file.name, file.split)
 
-    def _source(self, name: str, path: Location, format_: Format) -> InputFile:
-        size, state = _size_and_state(path)
-        if is_pointer(path, size):
+    def _source(self, found: _Found, format_: Format) -> InputFile:
+        name, place = found.name, found.place
+        size, state = found.size_and_state()
+        if is_pointer(place):
             raise CorpusError(
                 f"{name}: is a pointer of Git LFS, and the file itself is not here. Run `git lfs "
                 "pull` in its repository, or leave it out by --exclude."
             )
         compression = compression_of(name)
         if format_ is TSV and not self.has_quotes:
-            beginning = beginning_of(path, compression, _TSV_BYTES, self.encoding)
-            if has_quoted_values(beginning):
-                self.has_quotes = True
+            beginning = beginning_of(place, compression, _TSV_BYTES, self.encoding)
+            self.has_quotes = has_quoted_values(beginning)
+            if self.has_quotes:
                 logger.warning(
                     "%s: has quoted values. A TSV has no quotes, so they are read with all their "
                     "quotes. Write it as CSV or JSON Lines",
@@ -571,12 +570,14 @@ class _InputSearch:
         return InputFile(
             index=len(self.sources),
             name=name,
-            path=os.path.join(os.getcwd(), path) if isinstance(path, str) else path,
+            path=os.path.join(os.getcwd(), place) if isinstance(place, str) else place,
             bytes=size,
             text_bytes=size * ratio,
             state=state,
             format=format_.name,
             compression=compression,
+            max_record_bytes=self.max_record_bytes,
+            encoding=self.encoding,
             ids=self.ids,
         )
 
@@ -617,15 +618,6 @@ def _warn_of_split_names(found: Sequence[InputFile], root: str = "") -> None:
             "the split by --split %s='%s'",
             *(name, more, split, split, name.removeprefix(root).lstrip("/")),
         )
-
-
-def _size_and_state(path: Location) -> tuple[int, int | str]:
-    if isinstance(path, RemoteFile):
-        return path.info.size, path.state
-    try:
-        return size_and_state(path)
-    except OSError as error:
-        raise _unreadable(path, error) from error
 
 
 def _unreadable(path: str, error: OSError) -> CorpusError:

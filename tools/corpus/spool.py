@@ -27,9 +27,9 @@ from tokenfeed.tools.corpus.records import RAW_KINDS, FieldKind, Fields, shown_n
 
 _BLOCK_BYTES = 1 << 22
 _BATCH_RECORDS = 1000
+"""Rows that are encoded together."""
 NAMED_RECORDS = 1000
 """Records whose fields are named if they are not read."""
-"""Rows that are encoded together."""
 _DEEP = {bytes, dict, list, tuple}
 """Types of values that may have bytes inside."""
 _SCALARS = {FieldKind.TEXT, FieldKind.LABEL, FieldKind.NUMBER}
@@ -150,24 +150,22 @@ def json_lines(name: str, records: object, fields: Fields, *, named: int = 0) ->
         CorpusError: A value cannot be written as JSON, or a table lacks a field. The records before
             are yielded first.
     """
-    pieces: list[bytes] = []
-    number = num_bytes = 0
-    names = dict.fromkeys(_column_names(records) if named else ())
+    block, number = bytearray(), 0
+    names: dict[str, None] = dict.fromkeys(_column_names(records) if named else ())
     try:
         for rows in _row_lists(name, records, fields, named):
             if names and number < named:
                 rows = [names | row for row in rows]
             for piece in _encoded(name, number, rows):
-                pieces.append(piece)
-                num_bytes += len(piece)
+                block += piece
             number += len(rows)
-            if num_bytes >= _BLOCK_BYTES:
-                yield b"".join(pieces)
-                pieces, num_bytes = [], 0
+            if len(block) >= _BLOCK_BYTES:
+                yield bytes(block)
+                block.clear()
     except CorpusError:
-        yield b"".join(pieces)
+        yield bytes(block)
         raise
-    yield b"".join(pieces)
+    yield bytes(block)
 
 
 def _column_names(records: object) -> list[str]:
@@ -340,9 +338,9 @@ def _encoded(name: str, number: int, rows: list[dict[str, Any]]) -> Iterator[byt
     """Yield rows as JSON Lines. The first row has the number `number` in errors."""
     try:
         lines = _ENCODER.encode_lines(rows)
-    except (TypeError, ValueError, OverflowError, RecursionError):
-        for at, row in enumerate(rows):
-            yield _line(name, number + at, row)
+    except _UNENCODABLE:
+        for at, row in enumerate(rows, number):
+            yield _line(name, at, row)
     else:
         yield lines
 
@@ -353,7 +351,7 @@ def _line(name: str, number: int, row: dict[str, Any]) -> bytes:
         return _ENCODER.encode(row) + b"\n"
     except UnicodeEncodeError:
         return json.dumps(row, default=_plain).encode() + b"\n"
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+    except _UNENCODABLE as error:
         raise CorpusError(f"{name}, record {number}: cannot be written as JSON: {error}.") from None
 
 
@@ -370,3 +368,4 @@ def _kind(value: object) -> str:
 
 
 _ENCODER = msgspec.json.Encoder(enc_hook=_plain)
+_UNENCODABLE = (TypeError, ValueError, OverflowError, RecursionError)

@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import chain, groupby
 
 from tokenfeed.pipeline.remote.retrying import few_threads, results_of
-from tokenfeed.tools.corpus.blocks import DAMAGE, READ_ERRORS, damage_reason
+from tokenfeed.tools.corpus.blocks import DAMAGE, READ_ERRORS, Blocks, damage_reason, packed_ending
 from tokenfeed.tools.corpus.field_paths import columns_of, computed, is_formula
 from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.input_files import FilePart, Format, InputFile
@@ -27,8 +27,6 @@ from tokenfeed.tools.corpus.records import FieldKind, Fields, Records, rejected
 SMALLEST_SHARD_BYTES, LARGEST_SHARD_BYTES = 8_000_000, 256_000_000
 _SHARDS_WANTED = 64
 _ICONV = "convert the file: iconv -f NAME -t utf-8"
-_PACKED = {b"\x1f\x8b": ".gz", b"(\xb5/\xfd": ".zst", b"BZh": ".bz2", b"\xfd7zXZ\0": ".xz"}
-"""How compressed files begin, and their endings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,9 +118,13 @@ def read_records(part: FilePart, fields: Fields, *, in_one_pass: bool = False) -
     """
     part.source.check_unchanged()
     behind, format_ = part.first_record, FORMATS[part.source.format]
-    if part.source.compression and not in_one_pass and (reason := _damage(part)):
-        yield rejected(part.first_record, fields, f"cannot be read: {reason}")
-        return
+    if part.source.compression and not in_one_pass:
+        try:
+            deque(Blocks(part.source.path, part.source.compression), maxlen=0)
+        except READ_ERRORS as error:
+            reason = damage_reason(error)
+            yield rejected(part.first_record, fields, f"cannot be read: {reason}")
+            return
     has_given = False
     try:
         read = format_.read(part, columns_of(fields))
@@ -133,7 +135,7 @@ def read_records(part: FilePart, fields: Fields, *, in_one_pass: bool = False) -
             has_given = True
             yield records
             part.source.check_unchanged()  # what is mapped into memory must not be cut off
-    except (*DAMAGE, *format_.damage) as error:
+    except DAMAGE as error:
         reason = damage_reason(error)
         part.source.check_unchanged()  # then that is the reason
         if part.source.compression and in_one_pass and has_given:
@@ -159,8 +161,7 @@ def with_remedy(reason: str, source: InputFile) -> str:
 def _ending_of_packed(path: Location) -> str:
     """Return the ending that a compressed file on this machine should have; else empty."""
     with suppress(OSError), open(path if isinstance(path, str) else os.devnull, "rb") as file:
-        beginning = file.read(6)
-        return next((each for magic, each in _PACKED.items() if beginning.startswith(magic)), "")
+        return packed_ending(file.read(6))
     return ""
 
 
@@ -169,15 +170,12 @@ def fetched_ahead(parts: Iterable[FilePart]) -> Iterator[FilePart]:
     with few_threads(_AHEAD) as threads:
         coming: deque[Future[FilePart] | FilePart] = deque()
         for part in parts:
-            coming.append(threads.submit(_fetched, part) if _is_small(part) else part)
+            place = part.source.path
+            is_small = isinstance(place, RemoteFile) and place.is_small
+            coming.append(threads.submit(_fetched, part) if is_small else part)
             if len(coming) > _AHEAD:
                 yield _result(coming.popleft())
-        while coming:
-            yield _result(coming.popleft())
-
-
-def _is_small(part: FilePart) -> bool:
-    return isinstance(part.source.path, RemoteFile) and part.source.path.is_small
+        yield from map(_result, coming)
 
 
 def _fetched(part: FilePart) -> FilePart:
@@ -215,13 +213,3 @@ def first_reject(parts: Iterable[FilePart], fields: Fields) -> tuple[str, str]:
                     reject.reason, part.source
                 )
     return "", ""
-
-
-def _damage(part: FilePart) -> str:
-    """Return the damage of a compressed file; empty if it has none."""
-    try:
-        for _ in part.blocks():
-            pass
-    except READ_ERRORS as error:
-        return damage_reason(error)
-    return ""

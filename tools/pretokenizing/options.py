@@ -380,8 +380,8 @@ def input_formats() -> str:
     formats = [
         format_ for format_ in FORMATS.values() if format_.endings and format_ is not FALLBACK
     ]
-    lines = [format_.endings[0] for format_ in formats if format_.is_compressible]
-    others = [format_.endings[0] for format_ in formats if not format_.is_compressible]
+    lines = [format_.endings[0] for format_ in formats if format_.is_text]
+    others = [format_.endings[0] for format_ in formats if not format_.is_text]
     return (
         f"Input: text and source files (a file is a document), {', '.join(lines)}, each also .gz, "
         f".zst, .bz2 or .xz; {', '.join(others)}, folders of `save_to_disk`; .bin, "

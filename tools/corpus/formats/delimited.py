@@ -141,9 +141,15 @@ def _read(part: FilePart, fields: Fields, delimiter: str) -> Iterator[Records]:
         )
     blocks, consumed = part.text_blocks(), 0
     rows = _Rows(blocks, delimiter, part.source.max_record_bytes)
-    columns, problem = _columns(rows)
+    header = rows.read()
+    if header is None:
+        raise ValueError("Empty CSV or TSV: its first line must name the columns")
+    if isinstance(header, Unusable):
+        yield rejected(0, fields, f"the header cannot be read: {header}")
+        return
+    columns = [_bytes(value).decode(errors="replace") for value in header]
     schema = pa.schema([(column, pa.large_binary()) for column in columns])
-    if problem := problem or column_problem(schema, fields):
+    if problem := column_problem(schema, fields):
         other = next((each for each in ";\t|" if len(columns) == 1 and each in columns[0]), "")
         if other:
             problem = (
@@ -154,20 +160,6 @@ def _read(part: FilePart, fields: Fields, delimiter: str) -> Iterator[Records]:
     for records in _records(rows, columns, fields):
         yield replace(records, weight_bytes=part.weight_of(blocks.consumed_bytes - consumed))
         consumed = blocks.consumed_bytes
-
-
-def _columns(rows: _Rows) -> tuple[list[str], str | None]:
-    """Read the names of the columns, or why the header cannot be read.
-
-    Raises:
-        ValueError: There is no header.
-    """
-    header = rows.read()
-    if header is None:
-        raise ValueError("Empty CSV or TSV: its first line must name the columns")
-    if isinstance(header, Unusable):
-        return [], f"the header cannot be read: {header}"
-    return [_bytes(value).decode(errors="replace") for value in header], None
 
 
 def _records(rows: _Rows, columns: list[str], fields: Fields) -> Iterator[Records]:
@@ -211,17 +203,13 @@ def _bytes(value: str) -> bytes:
     return value.encode(_BYTES_AS_TEXT)
 
 
-CSV = Format(
-    name="csv",
-    endings=(".csv",),
-    read=partial(_read, delimiter=","),
-    is_compressible=True,
-    is_text=True,
-)
-TSV = Format(
-    name="tsv",
-    endings=(".tsv",),
-    read=partial(_read, delimiter="\t"),
-    is_compressible=True,
-    is_text=True,
-)
+def _format(name: str, delimiter: str) -> Format:
+    return Format(
+        name=name,
+        endings=(f".{name}",),
+        read=partial(_read, delimiter=delimiter),
+        is_text=True,
+    )
+
+
+CSV, TSV = _format("csv", ","), _format("tsv", "\t")

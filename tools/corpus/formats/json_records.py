@@ -77,21 +77,18 @@ def cut_lines(source: InputFile, shard_bytes: int) -> Iterator[FilePart]:
 
 
 def _cuts(source: InputFile, goal_bytes: float) -> Iterator[int]:
-    """Yield the first bytes of the parts, and the end of the file."""
+    """Yield the first bytes of the parts, and the end of the file. Each part ends with the first
+    newline after `goal_bytes`."""
     start = 0
     while start < source.bytes:
         yield start
-        start = _behind_newline(source, math.ceil(start + goal_bytes) - 1)
+        start = math.ceil(start + goal_bytes) - 1
+        for block in Blocks(source.path, None, start, source.bytes):
+            if (newline := block.find(b"\n")) >= 0:
+                start += newline + 1
+                break
+            start += len(block)
     yield source.bytes
-
-
-def _behind_newline(source: InputFile, position: int) -> int:
-    """Return the position after the first newline from `position` on, or the end of the file."""
-    for block in Blocks(source.path, None, position, source.bytes):
-        if (newline := block.find(b"\n")) >= 0:
-            return position + newline + 1
-        position += len(block)
-    return source.bytes
 
 
 def _num_newlines(source: InputFile, start: int, stop: int) -> int:
@@ -114,16 +111,15 @@ class JsonLines:
 
     def __init__(self, fields: Fields) -> None:
         self.fields = fields
-        names: list[Any] = [
-            (f"field{index}", json_type(kind), *_DEFAULTS.get(kind, ()))
-            for index, kind in enumerate(fields.values())
+        self._keys = [f"field{index}" for index in range(len(fields))]
+        types: list[Any] = [
+            (key, json_type(kind), *_DEFAULTS.get(kind, ()))
+            for key, kind in zip(self._keys, fields.values(), strict=True)
         ]
-        renamed = {f"field{index}": name for index, name in enumerate(fields)}
-        try:
-            line = msgspec.defstruct("Line", names, rename=renamed, gc=False, kw_only=True)
-        except ValueError:  # a name that JSON would have to escape
-            self._decoder = None
-        else:
+        renamed = dict(zip(self._keys, fields, strict=True))
+        self._decoder: msgspec.json.Decoder[Any] | None = None
+        with contextlib.suppress(ValueError):  # a name that JSON would have to escape
+            line = msgspec.defstruct("Line", types, rename=renamed, gc=False, kw_only=True)
             self._decoder = msgspec.json.Decoder(line)
 
     def decode(self, block: bytes, first_record: int) -> tuple[Records, int]:
@@ -140,16 +136,13 @@ class JsonLines:
             return None
         try:
             lines = self._decoder.decode_lines(block)
-        except _UNDECODABLE:
-            return None
-        if not _has_one_object_a_line(block, len(lines)):
-            return None
-        try:
+            if not _has_one_object_a_line(block, len(lines)):
+                return None
             values = {
-                name: _column([getattr(line, f"field{index}") for line in lines], kind)
-                for index, (name, kind) in enumerate(self.fields.items())
+                name: _column([getattr(line, key) for line in lines], kind)
+                for key, (name, kind) in zip(self._keys, self.fields.items(), strict=True)
             }
-        except Unusable:
+        except (*_UNDECODABLE, Unusable):
             return None
         numbers = np.arange(first_record, first_record + len(lines), dtype=np.uint64)
         return Records(numbers, values)
@@ -162,15 +155,15 @@ class JsonLines:
             if not line or line.isspace():
                 continue
             row = None
-            if decoder and _is_one_object(line) and (are_utf8 or is_utf8(line)):
+            is_object = line.startswith(b"{") and line.removesuffix(b"\r").endswith(b"}")
+            if decoder and is_object and (are_utf8 or is_utf8(line)):
                 with contextlib.suppress(*_UNDECODABLE):
                     row = self._row(decoder.decode(line))
             rows.append((number, _parsed(line) if row is None else row))
         return records_of(rows, self.fields)
 
     def _row(self, line: Any) -> dict[str, Any]:
-        values = (getattr(line, f"field{index}") for index in range(len(self.fields)))
-        return dict(zip(self.fields, values, strict=True))
+        return {name: getattr(line, key) for key, name in zip(self._keys, self.fields, strict=True)}
 
 
 def is_json_lines(start: bytes, field: str) -> bool:
@@ -212,11 +205,6 @@ def json_object(value: Any) -> dict[str, Any] | Unusable:
     return Unusable(f"expected a JSON object, got {type(value).__name__}")
 
 
-def _is_one_object(line: bytes) -> bool:
-    """Return whether a line begins and ends as one object, as `_has_one_object_a_line` requires."""
-    return line.startswith(b"{") and line.removesuffix(b"\r").endswith(b"}")
-
-
 def _has_one_object_a_line(block: bytes, num_objects: int) -> bool:
     """Return whether each line is exactly one object `{...}`.
 
@@ -236,28 +224,13 @@ def _has_one_object_a_line(block: bytes, num_objects: int) -> bool:
 
 
 def _read(part: FilePart, fields: Fields) -> Iterator[Records]:
-    blocks = part.text_blocks()
-    return decoded(part, blocks, blocks, _json_lines(tuple(fields.items())))
-
-
-def decoded(
-    part: FilePart, blocks: Blocks, lines: Iterable[bytes], decoder: JsonLines, unit: str = "line"
-) -> Iterator[Records]:
-    """Yield the records of JSON Lines.
-
-    Args:
-        part: The part that is read.
-        blocks: Its content, which counts the bytes that were consumed.
-        lines: The JSON Lines in blocks of any size: `blocks`, or lines made from it.
-        decoder: Decodes whole lines.
-        unit: What the reason of a reject calls a line that is too long.
-    """
+    blocks, decoder = part.text_blocks(), _json_lines(tuple(fields.items()))
     record, consumed = part.first_record, 0
     most_bytes = part.source.max_record_bytes
-    for block in whole_lines(lines, most_bytes):
+    for block in whole_lines(blocks, most_bytes):
         if isinstance(block, LongLine):
-            reason = f"the {unit} {too_long(block.num_bytes, most_bytes)}"
-            records, num_lines = rejected(record, decoder.fields, reason), 1
+            reason = f"the line {too_long(block.num_bytes, most_bytes)}"
+            records, num_lines = rejected(record, fields, reason), 1
         else:
             records, num_lines = decoder.decode(block, record)
         yield replace(records, weight_bytes=part.weight_of(blocks.consumed_bytes - consumed))
@@ -276,7 +249,6 @@ JSON_LINES = Format(
     read=_read,
     cut=cut_lines,
     begins=is_json_lines,
-    is_compressible=True,
     is_text=True,
     has_record_per_line=True,
 )
@@ -371,6 +343,5 @@ JSON_LIST = Format(
     read=_read_list,
     begins=is_json_list,
     is_vague=True,
-    is_compressible=True,
     is_text=True,
 )

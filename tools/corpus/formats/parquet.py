@@ -14,7 +14,7 @@ import pyarrow as pa
 from tokenfeed.pipeline.remote.object_file import SeekableFile, Span, SpansFile
 from tokenfeed.tools.corpus.blocks import DAMAGE, damage_reason
 from tokenfeed.tools.corpus.formats.tables import BATCH_ROWS, numbered, table_format
-from tokenfeed.tools.corpus.locations import Location, open_spans
+from tokenfeed.tools.corpus.locations import Location
 from tokenfeed.tools.corpus.records import Fields, Records, rejected
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def _open(place: Location) -> Iterator[_ParquetTable]:
         with pq.ParquetFile(place, page_checksum_verification=True) as file:
             yield _ParquetTable(file, os.path.getsize(place))
         return
-    source = open_spans(place)
+    source = SpansFile(place, place.info.name, place.info.size)
     with pq.ParquetFile(
         pa.PythonFile(source, mode="r"),
         page_checksum_verification=True,

@@ -8,6 +8,7 @@ training text.
 """
 
 import codecs
+import contextlib
 import logging
 import os
 import re
@@ -16,10 +17,12 @@ from typing import NamedTuple
 
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.blocks import (
+    COMPRESSIONS,
     LFS_POINTER,
     READ_ERRORS,
     Compression,
     TextBlocks,
+    compression_of,
     is_wide,
 )
 from tokenfeed.tools.corpus.formats.arrow import ARROW
@@ -28,7 +31,7 @@ from tokenfeed.tools.corpus.formats.json_records import JSON_LINES, JSON_LIST
 from tokenfeed.tools.corpus.formats.parquet import PARQUET
 from tokenfeed.tools.corpus.formats.tokens import TOKENS
 from tokenfeed.tools.corpus.input_files import STANDARD_INPUT, FilePart, Format
-from tokenfeed.tools.corpus.locations import Location
+from tokenfeed.tools.corpus.locations import Location, size_of
 from tokenfeed.tools.corpus.records import (
     FieldKind,
     Fields,
@@ -64,7 +67,7 @@ def _text_row(part: FilePart, name: str) -> dict[str, bytes] | Unusable:
         return Unusable(f"the text {reason}")
 
 
-TEXT = Format(name="text", endings=(".txt",), read=_read_text, is_compressible=True, is_text=True)
+TEXT = Format(name="text", endings=(".txt",), read=_read_text, is_text=True)
 
 
 FALLBACK = TEXT
@@ -79,14 +82,6 @@ FORMATS: dict[str, Format] = {
 
 
 logger = logging.getLogger(__name__)
-
-_COMPRESSIONS: dict[str, Compression] = {
-    ".gz": "gz",
-    ".zst": "zst",
-    ".zstd": "zst",
-    ".bz2": "bz2",
-    ".xz": "xz",
-}
 
 
 class Unread(NamedTuple):
@@ -104,11 +99,9 @@ class Unread(NamedTuple):
         return f"is {self.one}, which is not read: {self.remedy}"
 
 
-_BY_PANDOC, _UNPACK = "convert it, like `pandoc -t plain FILE -o FILE.txt`", "unpack it"
-_ARCHIVE = Unread("an archive", "archives", _UNPACK)
+_BY_PANDOC = "convert it, like `pandoc -t plain FILE -o FILE.txt`"
+_ARCHIVE = Unread("an archive", "archives", "unpack it")
 _WORD = Unread("a document of a word processor", "documents of word processors", _BY_PANDOC)
-_EBOOK = Unread("an e-book", "e-books", _BY_PANDOC)
-_PAGES = Unread("an archive of web pages", "archives of web pages", "extract the texts")
 _INDEX = Unread(
     "an index of token ids",
     "indexes of token ids",
@@ -122,9 +115,9 @@ _MASK = Unread(
 _UNREAD = {
     **dict.fromkeys((".tar", ".tgz", ".zip", ".7z", ".rar"), _ARCHIVE),
     **dict.fromkeys((".docx", ".odt"), _WORD),
-    ".epub": _EBOOK,
+    ".epub": Unread("an e-book", "e-books", _BY_PANDOC),
     ".pdf": Unread("a PDF", "PDFs", "convert it, like `pdftotext FILE`"),
-    ".warc": _PAGES,
+    ".warc": Unread("an archive of web pages", "archives of web pages", "extract the texts"),
     **dict.fromkeys((".idx", ".ds.index", ".ds.metadata"), _INDEX),
     ".ds.loss": _MASK,
 }
@@ -141,24 +134,17 @@ _LONGEST_POINTER_BYTES = 1023
 """By the specification of Git LFS."""
 
 
-def compression_of(name: str) -> Compression | None:
-    """Return the compression of a file by the last ending of its name."""
-    return _COMPRESSIONS.get(os.path.splitext(name.lower())[1])
-
-
-def has_known_ending(name: str) -> bool:
-    """Return whether the name of a file decides about its format."""
-    return _by_ending(name) is not None
-
-
 def needs_look(name: str) -> bool:
     """Return whether the content decides the format of a file, or the name says text."""
     format_ = _by_ending(name)
     return format_ is None or format_ is FALLBACK or format_.is_vague
 
 
-def format_in_folder(name: str, path: Location, field: str, encoding: str | None = None) -> Format:
-    """Return the format of a file in a folder; text for an unknown ending.
+def format_in_folder(
+    name: str, path: Location, field: str, encoding: str | None = None
+) -> Format | None:
+    """Return the format of a file in a folder: text for an unknown ending; None if no format reads
+    the file.
 
     Without an ending, the content decides: Hadoop and Spark name parts so.
 
@@ -168,13 +154,14 @@ def format_in_folder(name: str, path: Location, field: str, encoding: str | None
         field: A field that the records of the corpus have.
         encoding: The encoding of text that is not UTF-8.
     """
-    format_, compression = _by_ending(name), compression_of(name)
-    if ending_of(name) == "" or (format_ and format_.is_vague):
-        found = _by_content(path, compression, field, encoding)
-        if found is FALLBACK and format_:
-            _warn_of_records_inside(name, path, compression, field)
-        return found
-    return format_ or FALLBACK
+    if unread_kind(name):
+        return None
+    found = _by_name(name, path, field, encoding)
+    if found is FALLBACK and _is_binary(name, path, encoding):
+        return None
+    if _by_ending(name) is None and is_pointer(path):
+        return None  # most likely of a picture or a model
+    return found
 
 
 def format_of_given(name: str, path: Location, field: str, encoding: str | None = None) -> Format:
@@ -183,79 +170,79 @@ def format_of_given(name: str, path: Location, field: str, encoding: str | None 
     For an unknown ending, the content decides. See `format_in_folder` for the arguments.
 
     Raises:
-        CorpusError: The name says text, but the file contains records.
+        CorpusError: No format reads the file. Or the name says text, but the file has records.
     """
     format_ = _by_ending(name)
-    if format_ is None or format_ is FALLBACK:
-        found = _by_content(path, compression_of(name), field, encoding)
-        if format_ is FALLBACK and found is not FALLBACK:
-            raise CorpusError(
-                f"{name}: the name says text, but the file holds records. Rename it to end in "
-                f"{found.endings[0]}. To read it as one text, give a folder that holds it."
-            )
-        if found is not FALLBACK and name != STANDARD_INPUT:
-            logger.info("%s: read as %s because it holds such records", name, found.endings[0])
-        return found
-    return format_in_folder(name, path, field, encoding)
+    if format_ is not None and format_ is not FALLBACK:
+        return _by_name(name, path, field, encoding)
+    found = _by_content(name, path, field, encoding)
+    if format_ is FALLBACK and found is not FALLBACK:
+        raise CorpusError(
+            f"{name}: the name says text, but the file holds records. Rename it to end in "
+            f"{found.endings[0]}. To read it as one text, give a folder that holds it."
+        )
+    if found is not FALLBACK and name != STANDARD_INPUT:
+        logger.info("%s: read as %s because it holds such records", name, found.endings[0])
+    return found
 
 
-def is_pointer(path: Location, num_bytes: int) -> bool:
-    """Return whether a file of this size is a pointer of Git LFS, in place of the file itself."""
-    if num_bytes > _LONGEST_POINTER_BYTES or not isinstance(path, str):
-        return False
-    return beginning_of(path, None, len(LFS_POINTER)).startswith(LFS_POINTER)
+def refuse_unread(name: str, path: Location) -> None:
+    """Raise CorpusError if no format reads a file that the command line names."""
+    kind = unread_kind(name)
+    if kind and (ending_of(name) in _NEVER_TEXT or _is_binary(name, path)):
+        raise CorpusError(f"{name}: {kind.reason}.")
 
 
-def is_binary(path: Location, compression: Compression | None, encoding: str | None = None) -> bool:
-    """Return whether the decompressed beginning contains a NUL, as text."""
-    if encoding and not is_wide(encoding):  # its text has no NUL, and other bytes may not decode
-        encoding = None
-    return b"\0" in beginning_of(path, compression, _NUL_BYTES, encoding)[:_NUL_BYTES]
+def is_pointer(path: Location) -> bool:
+    """Return whether a file is a pointer of Git LFS, in place of the file itself. Read errors are
+    reported later."""
+    is_small = False
+    with contextlib.suppress(OSError):
+        is_small = isinstance(path, str) and size_of(path) <= _LONGEST_POINTER_BYTES
+    return is_small and beginning_of(path, None, len(LFS_POINTER)) == LFS_POINTER
 
 
 def unread_kind(name: str) -> Unread | None:
     """Return the kind of files that no format reads, by the ending of a name; else None."""
-    kind = _UNREAD.get(ending_of(name)) or _UNREAD.get(_last_two_endings(name))
+    stem, last = os.path.splitext(name.lower())
+    last_two = os.path.splitext(stem)[1] + last
+    kind = _UNREAD.get(ending_of(name)) or _UNREAD.get(last_two)
     return kind if kind and _by_ending(name) is None else None
 
 
-def unread_given(name: str, path: Location) -> Unread | None:
-    """Return the kind of a file that no format reads, by its name and its content; else None."""
-    kind = unread_kind(name)
-    is_sure = ending_of(name) in _NEVER_TEXT
-    return kind if kind and (is_sure or is_binary(path, compression_of(name))) else None
+def _is_binary(name: str, path: Location, encoding: str | None = None) -> bool:
+    """Return whether the decompressed beginning contains a NUL, as text."""
+    if encoding and not is_wide(encoding):  # its text has no NUL, and other bytes may not decode
+        encoding = None
+    return b"\0" in beginning_of(path, compression_of(name), _NUL_BYTES, encoding)[:_NUL_BYTES]
 
 
-def _warn_of_records_inside(
-    name: str, path: Location, compression: Compression | None, field: str
-) -> None:
-    """Warn of a JSON object with a list of records, which is read as a text."""
-    text = beginning_of(path, compression, _SNIFFED_BYTES).decode(errors="replace")
-    inside = rf'"([^"]+)"\s*:\s*\[\s*{{[^{{}}\[\]]*"{re.escape(field)}"\s*:'
-    if text.lstrip().startswith("{") and (found := re.search(inside, text)):
-        logger.warning(
-            "%s: is read as one text, but its list `%s` has records with the field `%s`. To read "
-            "them, make JSON Lines of the list: jq -c '.[\"%s\"][]' FILE",
-            *(name, found[1], field, found[1]),
-        )
+def _by_name(name: str, path: Location, field: str, encoding: str | None) -> Format:
+    """Return the format by the ending of the name; by the content if the ending may be several."""
+    format_ = _by_ending(name)
+    if ending_of(name) != "" and not (format_ and format_.is_vague):
+        return format_ or FALLBACK
+    found = _by_content(name, path, field, encoding)
+    if found is FALLBACK and format_:
+        _warn_of_records_inside(name, path, field)
+    return found
 
 
 def _by_ending(name: str) -> Format | None:
     ending, is_compressed = ending_of(name), compression_of(name) is not None
     for format_ in FORMATS.values():
-        if ending in format_.endings and (format_.is_compressible or not is_compressed):
+        if ending in format_.endings and (format_.is_text or not is_compressed):
             return format_
     return None
 
 
-def _by_content(
-    path: Location, compression: Compression | None, field: str, encoding: str | None
-) -> Format:
+def _by_content(name: str, path: Location, field: str, encoding: str | None) -> Format:
     """Return the format of the records at the start of the file; text for other content."""
+    compression = compression_of(name)
     for num_bytes in (_SNIFFED_BYTES, _LONGEST_SNIFFED_BYTES):
         beginning = beginning_of(path, compression, num_bytes, encoding)
         for format_ in FORMATS.values():
-            if compression and not format_.is_compressible:
+            if compression and not format_.is_text:
                 continue
             if format_.begins and format_.begins(beginning, field):
                 return format_
@@ -263,6 +250,18 @@ def _by_content(
         if len(beginning) < num_bytes or not may_be_json:
             break
     return FALLBACK
+
+
+def _warn_of_records_inside(name: str, path: Location, field: str) -> None:
+    """Warn of a JSON object with a list of records, which is read as a text."""
+    text = beginning_of(path, compression_of(name), _SNIFFED_BYTES).decode(errors="replace")
+    inside = rf'"([^"]+)"\s*:\s*\[\s*{{[^{{}}\[\]]*"{re.escape(field)}"\s*:'
+    if text.lstrip().startswith("{") and (found := re.search(inside, text)):
+        logger.warning(
+            "%s: is read as one text, but its list `%s` has records with the field `%s`. To read "
+            "them, make JSON Lines of the list: jq -c '.[\"%s\"][]' FILE",
+            *(name, found[1], field, found[1]),
+        )
 
 
 def beginning_of(
@@ -282,12 +281,7 @@ def beginning_of(
     return beginning
 
 
-def _last_two_endings(name: str) -> str:
-    stem, ending = os.path.splitext(name.lower())
-    return os.path.splitext(stem)[1] + ending
-
-
 def ending_of(name: str) -> str:
     """Return the last ending of a name, or the ending before `.gz` and other compressions."""
     stem, ending = os.path.splitext(name.lower())
-    return os.path.splitext(stem)[1] if ending in _COMPRESSIONS else ending
+    return os.path.splitext(stem)[1] if ending in COMPRESSIONS else ending

@@ -180,10 +180,8 @@ def _flat(
         raise ValueError(
             f"{source.bytes:,} bytes are no ids{expected} of {dtype.itemsize} bytes each{after}"
         )
-    if lengths is None:
-        by_end = partial(_by_end, source, dtype, first, counted)
-        return _Tokens(source, dtype, first, counted, by_end, has_index=False)
-    return _Tokens(source, dtype, first, counted, lengths)
+    by_end = partial(_by_end, source, dtype, first, counted)
+    return _Tokens(source, dtype, first, counted, lengths or by_end, has_index=bool(lengths))
 
 
 def _by_end(
@@ -352,7 +350,7 @@ def _by_csv(table: Location, row: int, end: int) -> Iterator[np.ndarray]:
 
 
 def _by_small_csv(table: str, row: int, end: int) -> Iterator[np.ndarray]:
-    """Return the lengths of the rows from one of them on."""
+    """Yield the same, from any row on."""
     lengths = _lengths_in(table, os.stat(table).st_mtime_ns)
     if lengths[:row].sum() != end:
         raise ValueError(f"{_name_of(table)} has changed")
@@ -441,13 +439,11 @@ def _parts(tokens: _Tokens, shard_bytes: int) -> Iterator[FilePart]:
 
 def _has_end_token(tokens: _Tokens, ends: np.ndarray) -> np.ndarray:
     """Return which rows of a file on this machine end with the end token; True for other files."""
-    source = tokens.source
-    is_known = source.ids is not None and source.ids.end_id is not None
-    if not tokens.has_index or not is_known or not isinstance(source.path, str):
+    path, end_id = tokens.source.path, tokens.source.ids and tokens.source.ids.end_id
+    if not tokens.has_index or end_id is None or not isinstance(path, str):
         return np.ones(len(ends), bool)
-    assert source.ids
-    ids = np.memmap(source.path, tokens.dtype, "r", tokens.first_byte, (tokens.num_ids,))
-    is_end: np.ndarray = ids[np.maximum(ends, 1) - 1] == source.ids.end_id
+    ids = np.memmap(path, tokens.dtype, "r", tokens.first_byte, (tokens.num_ids,))
+    is_end: np.ndarray = ids[np.maximum(ends, 1) - 1] == end_id
     return is_end
 
 

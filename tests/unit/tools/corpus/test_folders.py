@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -217,3 +218,24 @@ def test_list_of_records_in_an_object_is_named(
     path.write_text(json.dumps({"name": "package", "text": "none"}))
     corpus_of(path.parent)
     assert not caplog.text
+
+
+def test_files_beside_those_of_a_saved_set_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = tmp_path / "saved"
+    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(str(saved))
+    write(saved, "notes.txt")
+    caplog.set_level("INFO")
+    (source,) = corpus_of(saved).sources
+    assert source.name.endswith(".arrow")
+    assert f"{saved}: is a saved data set, and does not list notes.txt: left out" in caplog.text
+
+
+def test_a_state_of_another_program_is_named_with_a_way_out(tmp_path: Path) -> None:
+    """The message was `'_data_files'`."""
+    write(tmp_path, "state.json", "dataset_info.json", "a.jsonl")
+    with pytest.raises(CorpusError, match="cannot be read: it lists no files as `_data_files`"):
+        corpus_of(tmp_path)
+    (source,) = corpus_of(tmp_path, exclude=("state.json",)).sources
+    assert source.name.endswith("a.jsonl")
