@@ -7,10 +7,11 @@ small. The files are written into a temporary folder, which gets its name when a
 """
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -77,7 +78,8 @@ def export_data_set(path: str, folder: Path, to: Format) -> dict[str, Any]:
     sizes = [info.bytes for split in splits.values() for info in split.shards]
     with atomic_folder(folder) as temporary, Bar(sizes) as bar:
         for name in splits:
-            FORMATS[to](_Split(store, manifest, name, bar), temporary / name)
+            size = manifest.tokenizer.vocabulary_size
+            FORMATS[to](_Split(store, manifest, name, size, bar), temporary / name)
     return {
         "to": str(folder),
         "format": to,
@@ -94,36 +96,29 @@ class _Split(NamedTuple):
     store: Store
     manifest: Manifest
     name: str
+    vocabulary_size: int
     bar: Bar
 
-    @property
-    def vocabulary_size(self) -> int:
-        return self.manifest.tokenizer.vocabulary_size
-
-    def rows(self) -> Iterator[schema.Rows]:
-        """Yield the rows, a record batch at a time."""
+    def rows(self, ids: BinaryIO | None = None, dtype: Any = None) -> Iterator[schema.Rows]:
+        """Yield the rows, a record batch at a time, after their ids were written to a file, if one
+        is given: as `dtype`, or as they are in shards."""
         for info in self.manifest.splits[self.name].shards:
             reader = ShardReader.open(self.store, self.manifest, info)
             for batch in range(info.batches):
                 rows, _ = reader.read(batch)
+                if ids:
+                    ids.write(np.ascontiguousarray(rows.ids, dtype).data)
                 yield rows
                 self.bar.advance(Done(info.bytes * len(rows.ids) / info.tokens, len(rows.ids)))
             self.bar.count_unit()
-
-    def written(self, path: str, dtype: type[np.generic] | None = None) -> Iterator[schema.Rows]:
-        """Yield the rows, and write their ids to a file, by default with the dtype of shards."""
-        with open(path, "wb") as file:
-            for rows in self.rows():
-                file.write(np.ascontiguousarray(rows.ids, dtype).data)
-                yield rows
 
 
 def _megatron(split: _Split, path: Path) -> None:
     """Write `.bin` and `.idx` of `IndexedDataset`, index version 1: one document per row."""
     code, dtype = (4, np.int32) if split.vocabulary_size >= 65_500 else (8, np.uint16)
-    sizes = np.concatenate([rows.lengths for rows in split.written(f"{path}.bin", dtype)])
-    starts = (np.cumsum(sizes, dtype=np.int64) - sizes) * np.dtype(dtype).itemsize
-    with open(f"{path}.idx", "wb") as index:
+    with open(f"{path}.bin", "wb") as ids, open(f"{path}.idx", "wb") as index:
+        sizes = np.concatenate([rows.lengths for rows in split.rows(ids, dtype)])
+        starts = (np.cumsum(sizes, dtype=np.int64) - sizes) * np.dtype(dtype).itemsize
         index.write(b"MMIDIDX\0\0" + np.uint64(1).tobytes() + bytes([code]))
         index.write(np.array([len(sizes), len(sizes) + 1], np.uint64).data)
         for values in (sizes.astype(np.int32), starts, np.arange(len(sizes) + 1)):
@@ -138,8 +133,8 @@ def _nanogpt(split: _Split, path: Path) -> None:
             f"{split.vocabulary_size:,} ids. Use `--to llm.c` or `--to megatron`."
         )
     is_val = split.name == "validation" and "val" not in split.manifest.splits
-    for _ in split.written(f"{path.with_name('val') if is_val else path}.bin"):
-        pass
+    with open(f"{path.with_name('val') if is_val else path}.bin", "wb") as ids:
+        deque(split.rows(ids), maxlen=0)
 
 
 LLM_C_TOKENS = 100_000_000
@@ -168,8 +163,8 @@ def _olmo(split: _Split, path: Path) -> None:
     paths = (json.loads(line)["path"] for line in sources)
     names = pa.array([path.encode(errors="backslashreplace").decode() for path in paths])
     end = row = 0
-    with pa.CompressedOutputStream(f"{path}.csv.gz", "gzip") as sink:
-        for rows in split.written(f"{path}.npy"):
+    with open(f"{path}.npy", "wb") as ids, pa.output_stream(f"{path}.csv.gz") as table:
+        for rows in split.rows(ids):
             ends = end + np.cumsum(rows.lengths)
             columns = {
                 "start": ends - rows.lengths,
@@ -178,7 +173,7 @@ def _olmo(split: _Split, path: Path) -> None:
                 "src": names.take(pa.array(rows.per_row[schema.ORIGIN_FILE])),
                 "loc": rows.per_row[schema.ORIGIN_RECORD],
             }
-            csv.write_csv(pa.table(columns), sink, csv.WriteOptions(include_header=False))
+            csv.write_csv(pa.table(columns), table, csv.WriteOptions(include_header=False))
             end, row = int(ends[-1]), row + len(rows)
 
 
