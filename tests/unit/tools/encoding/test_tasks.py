@@ -479,3 +479,17 @@ def test_a_filler_has_no_score(scores: Path) -> None:
     for batch in batches:
         assert batch["labels"].isnan().all() == batch.is_filler
     assert sum(batch.num_targets for batch in batches) == len(WORDS)
+
+
+@pytest.mark.parametrize(
+    ("column", "inside"),
+    [
+        (pa.list_(pa.string(), 2), "[0]"),
+        (pa.large_list_view(pa.string()), "[0]"),
+        (pa.struct({"a": pa.string()}), ".KEY"),
+    ],
+)
+def test_advice_names_the_value_inside_any_list(column: pa.DataType, inside: str) -> None:
+    """Lists of a fixed size got no advice."""
+    advice = LmEncoder().remedy(f"column `text` is {column}, expected text")
+    assert advice == f" Name the value inside: `--field text=text{inside}`."
