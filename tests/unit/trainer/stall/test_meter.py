@@ -1,6 +1,5 @@
 """StallMeter as its callers use it, on simulated devices and on the CPU."""
 
-import contextlib
 import copy
 import gc
 import math
@@ -59,24 +58,6 @@ def test_time_of_a_loader_is_stall_as_far_as_the_device_idles(data: float, stall
     assert reading.tokens_per_s == pytest.approx(7 / max(data, 0.1), rel=1e-3)
 
 
-def test_of_nested_brackets_the_inner_one_counts_and_an_error_closes_both() -> None:
-    device = exact()
-    meter = meter_of(device)
-    with contextlib.suppress(RuntimeError), meter.cause("evaluation"):
-        device.host += 1.0
-        with meter.cause("log"):
-            device.host += 2.0
-        device.host += 3.0
-        with meter.cause("checkpoint"):
-            device.host += 4.0
-            raise RuntimeError
-    meter.step(1)
-    device.wait()
-    seconds = meter.read().cause_seconds
-    found = [seconds[cause] for cause in ("evaluation", "log", "checkpoint", "other")]
-    assert found == pytest.approx([4.0, 2.0, 4.0, 0.0], rel=1e-3)
-
-
 durations = st.floats(0.0, 2.0)
 
 
@@ -133,22 +114,6 @@ def test_a_loader_is_watched_as_often_as_it_is_iterated_and_keeps_its_own_face()
     report = meter.report()
     assert (report.steps, report.tokens) == (8, 24)
     assert report.causes["data"].seconds > 0
-
-
-def test_on_the_cpu_parts_and_work_sum_to_the_wall_time(clock: SimulatedClock) -> None:
-    meter = StallMeter("cpu", skipped_steps=0)
-    for _ in range(5):
-        with meter.cause("data"):
-            clock.sleep(0.01)
-        clock.sleep(0.03)
-        meter.step(tokens=3, slots=4)
-    report = meter.report()
-    assert report.seconds == pytest.approx(0.2, abs=1e-4)
-    assert report.causes["data"].seconds == pytest.approx(0.05, abs=1e-4)
-    assert report.padding == 0.25
-    assert not report.on_gpu
-    assert report.mfu is None
-    assert "CPU" in report.method
 
 
 def test_a_full_collection_inside_the_work_is_charged_to_it_and_not_twice(
