@@ -86,7 +86,10 @@ class Comparison:
     b: RunData
     rows: list[Row]
     settings: dict[str, tuple[Any, Any]]
-    """Settings that differ, with the value of each run; None if a run does not have the setting."""
+    """Settings that differ, with the value of each run; None if a run does not have the setting.
+    If a run recorded no settings, only what its report records is compared, such as the device."""
+    unrecorded: list[str]
+    """Which of the runs "a" and "b" recorded no settings. Loops with only a meter record none."""
 
     @classmethod
     def of(cls, a: Path, b: Path) -> "Comparison":
@@ -96,13 +99,26 @@ class Comparison:
             ConfigError: A folder holds no report.
         """
         runs = RunData.of_folder(a), RunData.of_folder(b)
-        return cls(a=runs[0], b=runs[1], rows=[*_rows(*runs)], settings=_changed(*runs))
+        return cls(
+            a=runs[0],
+            b=runs[1],
+            rows=[*_rows(*runs)],
+            settings=_changed(*runs),
+            unrecorded=[name for name, run in zip("ab", runs, strict=True) if not run.config],
+        )
 
     @property
     def names(self) -> tuple[str, str]:
         """The folders' names; their paths if the names are equal."""
         a, b = self.a.folder, self.b.folder
         return (a.name, b.name) if a.name != b.name else (str(a), str(b))
+
+    @property
+    def not_recorded(self) -> str:
+        """Which of the runs recorded no settings, in words; empty if both did."""
+        if len(self.unrecorded) == 1:
+            return f"not recorded in {self.names['ab'.index(self.unrecorded[0])]}"
+        return "not recorded" * bool(self.unrecorded)
 
     def summary(self) -> str:
         """The comparison in at most 14 lines."""
@@ -113,7 +129,8 @@ class Comparison:
         ]
         count = len(self.settings)
         more = ". The page has all of them" if count > _MOST_SETTINGS else ""
-        table.append(("settings", f"{count or 'none'} differ{'s' * (count < 2)}{more}"))
+        differ = f"{count or 'none'} differ{'s' * (count < 2)}{more}"
+        table.append(("settings", self.not_recorded or differ))
         table += [(f"  {name}", *map(_shown, pair)) for name, pair in self.settings.items()]
         table = table[: len(table) - max(0, count - _MOST_SETTINGS)]
         widths = [max(len(row[at]) for row in table if len(row) > 2) for at in range(3)]
@@ -134,7 +151,9 @@ class Comparison:
             for name, run in (("a", self.a), ("b", self.b))
         }
         rows = [dataclasses.asdict(row) | {"is_same": row.is_same} for row in self.rows]
-        return sides | {"rows": rows, "settings": self.settings}
+        recorded = {name: name not in self.unrecorded for name in sides}
+        settings = self.settings or (None if self.unrecorded else {})
+        return sides | {"rows": rows, "settings": settings, "settings_recorded": recorded}
 
     def write(self) -> Path:
         """Write compare.html into the second folder, atomically, and return its path."""
@@ -151,6 +170,7 @@ class Comparison:
                 b=self.b,
                 rows=self.rows,
                 settings={name: map(_shown, pair) for name, pair in self.settings.items()},
+                not_recorded=self.not_recorded,
                 names=self.names,
                 plots=[(name, plot) for name, plot in plots if plot.series],
             )
@@ -197,9 +217,10 @@ def _milliseconds(seconds: float | None) -> float | None:
 
 
 def _changed(a: RunData, b: RunData) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ."""
+    """Return the settings that differ, among those that both runs recorded."""
     first, second = _settings(a), _settings(b)
-    names = [name for name in first | second if name not in _OWN]
+    both = first | second if a.config and b.config else first.keys() & second.keys()
+    names = [name for name in first | second if name in both and name not in _OWN]
     return {
         name: (first.get(name), second.get(name))
         for name in names

@@ -51,7 +51,7 @@ def test_compare_shows_verdicts_stall_causes_and_speed(tmp_path: Path) -> None:
     assert "log" not in printed
     assert row_of(printed, "ms a step").split()[3:] == ["400", "200", "50.0%", "less"]
     assert row_of(printed, "real tokens/s").split()[2:] == ["4,000", "6,000", "50.0%", "more"]
-    assert row_of(printed, "settings").endswith("none differs")
+    assert row_of(printed, "settings").endswith("not recorded")
     page = (tmp_path / "b" / "compare.html").read_text()
     assert lines[-1] == f"page     {tmp_path / 'b' / 'compare.html'}"
     for part in ("WAITS FOR DATA", "THE DEVICE IS BUSY", "44.00 points less", "50.0% more"):
@@ -101,6 +101,22 @@ def test_settings_that_differ_are_listed_and_cut(tmp_path: Path) -> None:
         "compile": [None, True],
         "track": [None, ["wandb"]],
     }
+
+
+def test_settings_that_no_run_recorded_are_not_called_equal(tmp_path: Path) -> None:
+    on_gpu = {"stall": stall_of(device="NVIDIA H100")}
+    printed = compare(tmp_path, {"stall": stall_of()}, on_gpu)
+    assert row_of(printed, "settings").split() == ["settings", "not", "recorded"]
+    assert row_of(printed, "device").split() == ["device", "CPU", "NVIDIA", "H100"]
+    assert "Not recorded." in (tmp_path / "b" / "compare.html").read_text()
+    found = Comparison.of(tmp_path / "a", tmp_path / "a").as_dict()
+    assert (found["settings"], found["settings_recorded"]) == (None, {"a": False, "b": False})
+    (write_run(tmp_path / "c", report_of()) / "config.yaml").write_text("seed: 7")
+    shown = Comparison.of(tmp_path / "c", tmp_path / "a").summary()
+    assert row_of(shown, "settings").endswith("not recorded in a")
+    assert "seed" not in shown
+    shown = Comparison.of(tmp_path / "c", tmp_path / "c").summary()
+    assert row_of(shown, "settings").endswith("none differs")
 
 
 def test_run_without_a_measured_step_is_compared_by_what_is_known(tmp_path: Path) -> None:
