@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tokenfeed.trainer.watch import lines
-from tokenfeed.trainer.watch.lines import HostLines, Sampler, share_of
+from tokenfeed.trainer.watch.lines import Activity, HostLines, Sampler, share_of
+from tokenfeed.trainer.watch.summary import Run
 
 pytestmark = pytest.mark.clock
 
@@ -47,7 +48,10 @@ def loop(count):
         found.look()
         marks.append((time.perf_counter(), slept))
 
-found = lines.HostLines(threading.get_ident(), lambda: is_inside, lambda: known, lambda: len(ends))
+found = lines.HostLines(
+    threading.get_ident(), lambda: "known" if is_inside else "between", lambda: known,
+    lambda: len(ends),
+)
 loop(60)
 found.close()
 code = loop.__code__
@@ -101,7 +105,7 @@ def test_sampler_finds_the_loop_and_its_line() -> None:
         time.sleep(0.02)
 
     def loop() -> None:
-        found = HostLines(threading.get_ident(), lambda: False, lambda: 0.0, lambda: len(ends))
+        found = HostLines(threading.get_ident(), lambda: "between", lambda: 0.0, lambda: len(ends))
         for step in range(40):
             wait_for_batch()
             time.sleep(0.02)
@@ -118,21 +122,65 @@ def test_sampler_finds_the_loop_and_its_line() -> None:
     assert found == {(3, "wait_for_batch"), (4, "")}
 
 
+def test_lines_that_train_are_left_out_and_wrappers_are_looked_through() -> None:
+    names: dict[str, Any] = {"__name__": "torch.nn.functional", "time": time}
+    exec("def cross_entropy(): time.sleep(0.02)", names)
+    ends, result = list[int](), list[Any]()
+    now: list[Activity] = ["between"]
+
+    def as_torch_does(call: Any) -> Any:
+        def _no_grad_wrapper(*args: Any, **kwargs: Any) -> Any:
+            return call(*args, **kwargs)
+
+        return _no_grad_wrapper
+
+    @as_torch_does
+    def save_norms() -> None:
+        time.sleep(0.02)
+
+    def loss() -> None:
+        time.sleep(0.02)
+        names["cross_entropy"]()
+
+    def loop() -> None:
+        found = HostLines(threading.get_ident(), lambda: now[0], lambda: 0.0, lambda: len(ends))
+        for step in range(16):
+            now[0] = "in the work"
+            loss()
+            now[0] = "between"
+            save_norms()
+            ends.append(step)
+        found.close()
+        result.extend(found.lines())
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    thread.join()
+    begin = loop.__code__.co_firstlineno
+    found = [(each.line - begin, each.calls, each.is_between) for each in result]
+    assert found == [(6, "save_norms", True), (loss.__code__.co_firstlineno + 1 - begin, "", False)]
+    run = Run(lines=result)
+    assert f"test_stall_lines.py:{begin + 6}, calls save_norms()" in run.line_words()
+    assert run.line_words().count(", counts as work") == 1
+    assert run.remedies()["other"].startswith(f"look at test_stall_lines.py:{begin + 6}")
+    assert "look at" not in Run(lines=result[1:]).remedies()["other"], "it may train"
+
+
 def test_stacks_are_bounded() -> None:
     def loop() -> None: ...
 
     step = 0
-    sampler = Sampler(threading.get_ident(), lambda: False, lambda: step)
+    sampler = Sampler(threading.get_ident(), lambda: "between", lambda: step)
     sampler.close()
     for line in range(3_000):
-        sampler.count(((loop.__code__, line),), False)
+        sampler.count(((loop.__code__, line),), "between")
         step += line % 2
     assert len(sampler.kept()) == 1_000
-    sampler.count(((loop.__code__, 0),), False)
+    sampler.count(((loop.__code__, 0),), "between")
     step += 1
-    assert sampler.kept()[((loop.__code__, 0),), False] == 2, "known stacks still count"
+    assert sampler.kept()[((loop.__code__, 0),), "between"] == 2, "known stacks still count"
     for line in range(3_000):
-        sampler.count(((loop.__code__, line),), True)
+        sampler.count(((loop.__code__, line),), "known")
     assert len(sampler.pending) <= 1_000, "also within a step"
 
 

@@ -6,6 +6,7 @@ of its time: a thread that needs the interpreter wakes best while the loop sleep
 measures the time of each line of that one function in a few steps (Python 3.12 and later).
 """
 
+import inspect
 import math
 import sys
 import threading
@@ -13,7 +14,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 _SECONDS = 0.03
 """Seconds between two samples, in the first minute."""
@@ -42,21 +43,30 @@ _WORK = {
 """Functions that train, by module and name."""
 _OPTIMIZERS = "torch.optim."
 """Modules of which all functions train. One of them calls the `step` of every optimizer."""
+_COMPUTE = ("torch.nn.functional", "torch.nn.utils.", "torch.functional", "torch._tensor")
+"""Modules whose functions train from the forward pass to the step: losses, clipping, norms. Between
+two steps, they may prepare a batch."""
 _OWN = "tokenfeed.trainer.watch."
 """The modules of hooks. What they call is not the script's."""
 _BELOW = (f"{_OWN}launch", f"{_OWN}children")
 """The modules whose frames are below those of the script."""
 
-_Stack = tuple[tuple[CodeType, int], ...]
+_Line = tuple[CodeType, int]
+_Stack = tuple[_Line, ...]
+Activity = Literal["training", "known", "in the work", "between"]
+"""What a thread does in a sample: a function of torch trains; a hook knows its cause; or it runs
+code of the script, between the first forward pass and the end of a step, or outside of that."""
 
 
 class Line(NamedTuple):
-    """A line of the loop that takes time outside of work and causes."""
+    """A line of the loop, or of a function that it calls, that takes time and does not train."""
 
     file: str
     line: int
     calls: str
-    """The function that the line waits in; empty for the line itself."""
+    """The function that the line waits in; empty for the line itself, or if its name is unknown."""
+    is_between: bool
+    """Whether it runs between two steps. The time of other lines counts as work."""
     share: float | None
     """Share of the time of a step; None without a line timer."""
     error: float | None
@@ -67,29 +77,29 @@ class Sampler:
 
     Args:
         thread: The thread to read.
-        is_inside: Returns whether a hook knows what the thread does now.
+        activity: Returns what the thread does now, as far as hooks know.
         steps: Returns the number of steps so far.
     """
 
     def __init__(
-        self, thread: int, is_inside: Callable[[], bool], steps: Callable[[], int]
+        self, thread: int, activity: Callable[[], Activity], steps: Callable[[], int]
     ) -> None:
-        self._thread, self._is_inside, self._steps = thread, is_inside, steps
-        self.pending: Counter[tuple[_Stack, bool]] = Counter()
+        self._thread, self._activity, self._steps = thread, activity, steps
+        self.pending: Counter[tuple[_Stack, Activity]] = Counter()
         """Samples since the step below."""
         self._step = 0
-        self.samples: Counter[tuple[_Stack, bool]] = Counter()
+        self.samples: Counter[tuple[_Stack, Activity]] = Counter()
         self._lock = threading.Lock()
         self._end = threading.Event()
         threading.Thread(target=self._run, daemon=True, name="tokenfeed-stall").start()
 
-    def count(self, stack: _Stack, is_known: bool) -> None:
+    def count(self, stack: _Stack, activity: Activity) -> None:
         """Count a sample of the present step."""
         with self._lock:
             self._keep()
-            _add(self.pending, (stack, is_known), 1)
+            _add(self.pending, (stack, activity), 1)
 
-    def kept(self) -> Counter[tuple[_Stack, bool]]:
+    def kept(self) -> Counter[tuple[_Stack, Activity]]:
         """Return the samples up to the latest step: those after the last step do not count."""
         with self._lock:
             self._keep()
@@ -115,34 +125,39 @@ class Sampler:
         least = _LOOP_SHARE * samples.total()
         return max((key for key, n in depths.items() if n >= least), key=_depth, default=None)
 
-    def lines(self) -> dict[tuple[int, str], float]:
-        """Return the loop's lines outside of work and causes with what they call, by their share
-        of the samples."""
-        loop, samples, found = self.loop(), self.kept(), Counter[tuple[int, str]]()
+    def lines(self) -> dict[tuple[CodeType, int, str, bool], float]:
+        """Return lines that do not train with what they call, and whether they run between steps,
+        by their share of the samples. If a line of the loop trains, lines of the functions that it
+        calls stand for it."""
+        loop, samples, found = self.loop(), self.kept(), Counter[tuple[CodeType, int, str, bool]]()
         if loop is None:
             return {}
         depth, code = loop
-        for (stack, is_known), count in samples.items():
-            if not is_known and len(stack) > depth and stack[depth][0] is code:
-                below = stack[depth + 1][0].co_name if len(stack) > depth + 1 else ""
-                found[stack[depth][1], below] += count
+        train = {line for (stack, kind) in samples if kind == "training" for line in stack[depth:]}
+        for (stack, kind), count in samples.items():
+            if kind in ("training", "known") or len(stack) <= depth or stack[depth][0] is not code:
+                continue
+            rest = stack[depth:]
+            at = next((at for at, line in enumerate(rest) if line not in train), None)
+            if at is not None:
+                found[(*rest[at], _called(rest[at + 1 :]), kind == "between")] += count
         total = samples.total()
         return {key: count / total for key, count in found.most_common()}
 
     def _run(self) -> None:
         seconds, taken = _SECONDS, 0
         while not self._end.wait(seconds):
-            is_inside, frame = self._is_inside(), sys._current_frames().get(self._thread)
-            stack, is_work = self._read(frame)
+            activity, frame = self._activity(), sys._current_frames().get(self._thread)
+            stack, is_training = self._read(frame, activity)
             del frame  # or the locals of the script would live longer
             if stack:
-                self.count(stack, is_work or is_inside)
+                self.count(stack, "training" if is_training and activity != "known" else activity)
                 taken += 1
                 seconds = _SECONDS if taken < _FIRST_SAMPLES else _LATER_SECONDS
 
-    def _read(self, frame: FrameType | None) -> tuple[_Stack, bool]:
+    def _read(self, frame: FrameType | None, activity: Activity) -> tuple[_Stack, bool]:
         """Return the stack down to the training work or to a hook, outermost function first."""
-        stack: list[tuple[CodeType, int]] = []
+        stack: list[_Line] = []
         is_training = False
         while frame is not None:
             module = str(frame.f_globals.get("__name__"))
@@ -150,7 +165,9 @@ class Sampler:
                 break
             if module.startswith(_OWN):
                 stack.clear()
-            elif is_work(frame):
+            elif is_work(frame) or (
+                activity == "in the work" and f"{module}.".startswith(_COMPUTE)
+            ):
                 stack.clear()
                 is_training = True
             else:
@@ -159,13 +176,26 @@ class Sampler:
         return tuple(reversed(stack)), is_training
 
 
+def _called(stack: _Stack) -> str:
+    """Return the name of the outermost function. Wrappers of decorators, and the functions that
+    Python makes for comprehensions, have names of no use."""
+    for code, _ in stack:
+        takes_all = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+        is_wrapper = "<locals>" in code.co_qualname and code.co_flags & takes_all == takes_all
+        if not is_wrapper and not code.co_name.startswith("<"):
+            return code.co_name
+    return ""
+
+
 def is_work(frame: FrameType) -> bool:
     """Return whether a function of torch that trains runs in a frame."""
     module = str(frame.f_globals.get("__name__"))
     return module.startswith(_OPTIMIZERS) or (module, frame.f_code.co_name) in _WORK
 
 
-def _add(samples: Counter[tuple[_Stack, bool]], key: tuple[_Stack, bool], count: int) -> None:
+def _add(
+    samples: Counter[tuple[_Stack, Activity]], key: tuple[_Stack, Activity], count: int
+) -> None:
     if key in samples or len(samples) < _MOST_STACKS:
         samples[key] += count
 
@@ -241,7 +271,7 @@ class HostLines:
 
     Args:
         thread: The thread to read.
-        is_inside: Returns whether a hook knows what the thread does now.
+        activity: Returns what the thread does now, as far as hooks know.
         known: Returns the seconds that belong to causes so far.
         steps: Returns the number of steps so far.
     """
@@ -249,11 +279,11 @@ class HostLines:
     def __init__(
         self,
         thread: int,
-        is_inside: Callable[[], bool],
+        activity: Callable[[], Activity],
         known: Callable[[], float],
         steps: Callable[[], int],
     ) -> None:
-        self._sampler, self._known = Sampler(thread, is_inside, steps), known
+        self._sampler, self._known = Sampler(thread, activity, steps), known
         self._timer: LineTimer | None = None
         self._steps = steps
         self._next: float = 0 if hasattr(sys, "monitoring") else math.inf
@@ -280,17 +310,16 @@ class HostLines:
             self._end_timer(self._timer)
 
     def lines(self, most: int = 3) -> list[Line]:
-        """Return the lines that take most time outside of work and causes."""
-        loop, found = self._sampler.loop(), self._sampler.lines()
-        if loop is None:
-            return []
-        code, steps = loop[1], self._timed.get(loop[1])
-        by_line: dict[int, Line] = {}
-        for (line, calls), share in found.items():  # the largest first
+        """Return the lines that take most time and do not train, those between steps first."""
+        by_line: dict[tuple[CodeType, int, bool], Line] = {}
+        for (code, line, calls, is_between), share in self._sampler.lines().items():
+            steps = self._timed.get(code)
             exact, error = share_of(line, steps) if steps else (None, None)
-            if (share if exact is None else exact) >= _LEAST_SHARE and line not in by_line:
-                by_line[line] = Line(code.co_filename, line, calls, exact, error)
-        return sorted(by_line.values(), key=lambda each: -(each.share or 0.0))[:most]
+            key = code, line, is_between
+            if (share if exact is None else exact) >= _LEAST_SHARE and key not in by_line:
+                by_line[key] = Line(code.co_filename, line, calls, is_between, exact, error)
+        found = sorted(by_line.values(), key=lambda each: (not each.is_between, -(each.share or 0)))
+        return found[:most]
 
     def _end_timer(self, timer: LineTimer) -> None:
         timer.close()

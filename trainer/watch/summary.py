@@ -145,10 +145,12 @@ class Run:
         """Describe host code that no hook sees."""
         found = []
         for line in self.lines:
-            calls = f" in {line.calls}()" if line.calls else ""
-            share = "" if line.share is None else f" {line.share:.1%} ±{line.error:.1%}"
-            found.append(f"{Place(line.file, line.line)}{calls}{share}")
-        if found and self.lines[0].share is None:
+            words = [str(Place(line.file, line.line))]
+            words += [f"calls {line.calls}()"] * bool(line.calls)
+            words += ["counts as work"] * (not line.is_between)
+            words += [] if line.share is None else [f"{line.share:.1%} ±{line.error:.1%}"]
+            found.append(", ".join(words))
+        if found and not hasattr(sys, "monitoring"):
             found[-1] += " (shares of lines need Python 3.12)"
         return "\n".join(found)
 
@@ -184,8 +186,7 @@ class Run:
                 found["data"] = f"make batches in more threads or workers than now ({place})"
             elif cause in ("evaluation", "checkpoint", "log"):
                 found[cause] = _remedy(cause, site)
-        if self.lines:
-            first = Place(self.lines[0].file, self.lines[0].line)
+        if first := next((Place(*line[:2]) for line in self.lines if line.is_between), None):
             found["other"] = f"look at {first}, or let a worker do what it does"
         return found
 

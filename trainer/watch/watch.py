@@ -24,7 +24,7 @@ from tokenfeed.trainer.stall.cpu_work import is_of_handler
 from tokenfeed.trainer.stall.meter import WARMUP_STEPS, StallMeter
 from tokenfeed.trainer.stall.watchers import Loader
 from tokenfeed.trainer.watch.children import Child
-from tokenfeed.trainer.watch.lines import HostLines
+from tokenfeed.trainer.watch.lines import Activity, HostLines
 from tokenfeed.trainer.watch.patches import CALLS, Finder, Patches
 from tokenfeed.trainer.watch.places import FRAMEWORKS, Site, site_of
 from tokenfeed.trainer.watch.summary import Run, Summary
@@ -604,10 +604,14 @@ class Watch:
         if self._lines is not None:
             self._lines.close()
         run = self.run
-        self._lines = HostLines(
-            self.thread, lambda: self._inside is not None, lambda: run.known, lambda: run.steps
-        )
+        self._lines = HostLines(self.thread, self._activity, lambda: run.known, lambda: run.steps)
         self._next_snapshot, self._next_look = time.perf_counter() + _SNAPSHOT_S, 1
+
+    def _activity(self) -> Activity:
+        """Return what the training thread does now. On a GPU, no phase is between two steps."""
+        if self._inside is not None:
+            return "known"
+        return "in the work" if self._meter.phase == "work" else "between"
 
     def _end_step(self) -> None:
         if self._inside is not None:
