@@ -207,7 +207,10 @@ def _rows(a: RunData, b: RunData) -> Iterator[Row]:
         a=_milliseconds(first.step_seconds),
         b=_milliseconds(second.step_seconds),
     )
-    yield Row(name="real tokens/s", a=first.real_tokens_per_s, b=second.real_tokens_per_s)
+    speeds, name = (first.all_tokens_per_s, second.all_tokens_per_s), "real tokens/s"
+    if None in speeds and first.of_rank + second.of_rank:  # the sum over the ranks is not known
+        speeds, name = (first.real_tokens_per_s, second.real_tokens_per_s), "real tokens/s a rank"
+    yield Row(name=name, a=speeds[0], b=speeds[1])
     if first.padding is not None or second.padding is not None:
         yield Row(name="padding", a=first.padding, b=second.padding, is_share=True)
 

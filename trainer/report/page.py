@@ -102,7 +102,9 @@ def page_of(run: RunData) -> str:
 
 def plots_of(run: RunData) -> list[Plot]:
     """Return the plots of a run, or of a loop with only a meter. Stall by cause is the first."""
-    return sample_plots(run.stall.samples) if run.report is None else _plots(run)
+    if run.report is not None:
+        return _plots(run)
+    return sample_plots(run.stall.samples, run.stall.of_rank)
 
 
 def _cards(report: Report) -> dict[str, str]:

@@ -128,6 +128,7 @@ class StallMeter:
         remedies: Mapping[str, str] | None = None,
     ) -> None:
         devices = _whole("devices", devices, least=1)
+        self._counts_all_ranks = devices > 1
         self._warmup = skipped_steps = _whole("skipped_steps", skipped_steps)
         operations = _operations(operations_per_token)
         self._operations = operations and operations / devices
@@ -329,6 +330,7 @@ class StallMeter:
             },
             rank=self._place[0],
             world_size=self._place[1],
+            counts_all_ranks=self._counts_all_ranks,
             ranks=[*self._ranks],
             slowest_rank=slowest_rank(self._ranks),
             advice=[],

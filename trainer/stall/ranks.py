@@ -29,6 +29,8 @@ class RankStall:
     waited_seconds: float
     """This rank's seconds of communication, less the smallest of any rank. The smallest value is
     the exchange itself; the rest is waiting for late ranks."""
+    tokens: int = 0
+    """Real tokens that the rank's meter counted in these steps."""
 
     @property
     def step_seconds(self) -> float:
@@ -76,7 +78,7 @@ def rank_stalls(readings: Sequence[Sequence[float]], first_rank: int = 0) -> lis
     """Return the stall of each rank from exchanged figures; empty for a single rank.
 
     Args:
-        readings: Steps, seconds, and idle seconds of each of `CAUSES`, by rank.
+        readings: Steps, seconds, idle seconds of each of `CAUSES`, and perhaps tokens, by rank.
         first_rank: The rank of the first reading. Ranks of one node may begin above 0.
     """
     if len(readings) < 2:
@@ -88,11 +90,12 @@ def rank_stalls(readings: Sequence[Sequence[float]], first_rank: int = 0) -> lis
             rank=first_rank + place,
             steps=int(steps),
             seconds=seconds,
-            causes={cause: idle for cause, idle in zip(CAUSES, causes, strict=True) if idle},
-            fraction=sum(causes) / (seconds or 1.0),
+            causes={cause: idle for cause, idle in zip(CAUSES, rest, strict=False) if idle},
+            fraction=sum(rest[: len(CAUSES)]) / (seconds or 1.0),
             waited_seconds=max(0.0, readings[place][column] - least * steps),
+            tokens=int(sum(rest[len(CAUSES) :])),
         )
-        for place, (steps, seconds, *causes) in enumerate(readings)
+        for place, (steps, seconds, *rest) in enumerate(readings)
     ]
 
 

@@ -77,10 +77,11 @@ class StallReading:
 
 
 def numbers_of(reading: StallReading) -> list[float]:
-    """Return the figures of a reading that ranks exchange: steps, seconds, idle seconds by
-    cause."""
+    """Return the figures of a reading that ranks exchange: steps, seconds, idle seconds by cause,
+    tokens."""
     causes = reading.cause_seconds
-    return [reading.steps, reading.seconds, *(causes[cause] for cause in CAUSES)]
+    idle = (causes[cause] for cause in CAUSES)
+    return [reading.steps, reading.seconds, *idle, reading.tokens]
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ def render_page(
         lengths: Lengths of rows, how many rows have them, and the width of the bar, 0 to 1.
         config: The settings of the run, as YAML.
     """
-    plots = sample_plots(stall.samples) if plots is None else plots
+    plots = sample_plots(stall.samples, stall.of_rank) if plots is None else plots
     return (
         page_templates()
         .get_template("page.html")
@@ -67,8 +67,8 @@ def render_page(
     )
 
 
-def sample_plots(samples: Sequence[Sample]) -> list[Plot]:
-    """Return the plots of a loop that only has a meter."""
+def sample_plots(samples: Sequence[Sample], of_rank: str = "") -> list[Plot]:
+    """Return the plots of a loop that only has a meter. `of_rank` is that of its report."""
     start = Sample(step=0, steps=0, seconds=0.0, tokens=0, causes={})
     shares: list[tuple[int, dict[str, float]]] = []
     times, speeds = Series("mean", [], []), Series("tokens/s", [], [])
@@ -90,7 +90,7 @@ def sample_plots(samples: Sequence[Sample]) -> list[Plot]:
             "a checkpoint, or another program on the machine.",
             [times],
         ),
-        Plot("Real tokens a second", "Without padding, stall included.", [speeds]),
+        Plot(f"Real tokens a second{of_rank}", "Without padding, stall included.", [speeds]),
     ]
 
 
@@ -103,12 +103,16 @@ def save_page(folder: Path, page: str, name: str = PAGE_FILE) -> Path:
 
 def stall_cards(stall: StallReport) -> dict[str, str]:
     """Return the figures of a stall report, by name, as the page shows them."""
-    speed = stall.real_tokens_per_s
+    of_rank, name = stall.of_rank, "real tokens a second"
+    speeds = {
+        f"{name} on all {stall.world_size} ranks": stall.all_tokens_per_s if of_rank else None,
+        f"{name}{of_rank}": stall.real_tokens_per_s,
+    }
     return {
-        "stall": stall.stall_share,
-        "real tokens a second": "" if speed is None else f"{speed:,.0f}",
-        "padding": share_of(stall.padding),
-        "MFU": share_of(stall.mfu),
+        f"stall{f' of rank {stall.rank}' * (stall.world_size > 1)}": stall.stall_share,
+        **{name: "" if speed is None else f"{speed:,.0f}" for name, speed in speeds.items()},
+        f"padding{of_rank}": share_of(stall.padding),
+        f"MFU{of_rank}": share_of(stall.mfu),
         "steps": f"{stall.steps:,}",
     }
 

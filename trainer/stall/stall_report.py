@@ -157,6 +157,8 @@ class StallReport:
     rank: int = 0
     """The rank that measured all of this, except `ranks`."""
     world_size: int = 1
+    counts_all_ranks: bool = False
+    """Whether the tokens that `step` got were those of all ranks."""
     ranks: list[RankStall]
     """The stall of each rank at the latest `gather`; empty for a single process."""
     slowest_rank: SlowestRank | None
@@ -205,6 +207,20 @@ class StallReport:
     def step_seconds(self) -> float | None:
         """Seconds per measured step; None without one."""
         return self.seconds / self.steps if self.steps else None
+
+    @property
+    def of_rank(self) -> str:
+        """Return " on rank 0" if the figures of tokens are those of one rank of several."""
+        return f" on rank {self.rank}" * (self.world_size > 1 and not self.counts_all_ranks)
+
+    @property
+    def all_tokens_per_s(self) -> float | None:
+        """Real tokens per second of all ranks. None if unknown: before the ranks have gathered
+        their readings, or without tokens."""
+        if not self.of_rank:
+            return self.real_tokens_per_s
+        speeds = [each.tokens / each.seconds for each in self.ranks if each.tokens]
+        return sum(speeds) if len(speeds) == self.world_size else None
 
     @property
     def run_line(self) -> str:
@@ -352,7 +368,8 @@ class StallReport:
     def write_data(self, folder: Path | str) -> None:
         """Write report.json alone, which takes milliseconds."""
         Path(folder).mkdir(parents=True, exist_ok=True)
-        content = json.dumps({"stall": asdict(self)}, indent=1)
+        figures = asdict(self) | {"all_tokens_per_s": self.all_tokens_per_s}
+        content = json.dumps({"stall": figures}, indent=1)
         atomic_write(Path(folder) / REPORT_FILE, content.encode() + b"\n")
 
 
@@ -366,11 +383,15 @@ _MOST_RANKS = 8
 
 def speed_parts(report: StallReport, padding: float | None) -> list[str]:
     """Return tokens per second, padding and MFU, as far as they are known."""
-    parts = []
+    parts, of_rank = [], report.of_rank
     if report.real_tokens_per_s is not None:
-        parts.append(f"{report.real_tokens_per_s:,.0f} real tok/s")
+        parts.append(f"{report.real_tokens_per_s:,.0f} real tok/s{of_rank}")
+    if of_rank and report.all_tokens_per_s is not None:
+        parts.insert(
+            0, f"{report.all_tokens_per_s:,.0f} real tok/s on all {report.world_size} ranks"
+        )
     if padding is not None:
-        parts.append(f"padding {padding:.2%}")
+        parts.append(f"padding {padding:.2%}{of_rank}")
     if report.mfu is not None:
         parts.append(f"MFU {report.mfu:.1%} ({report.mfu_formula})")
     return parts

@@ -1,11 +1,13 @@
 """Several ranks in one report: who is late is known from what each has measured of itself."""
 
 import contextlib
+import json
 from pathlib import Path
 
 import pytest
 
 from benchmarks.stall.device import Device, TracerFaults
+from tokenfeed.trainer.report.compare import Comparison
 from tokenfeed.trainer.report.page import RunData
 from tokenfeed.trainer.stall import StallMeter, StallReport
 
@@ -138,3 +140,34 @@ def test_report_of_one_rank_names_it(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert ", 1 step, rank 3 of 8" in str(report)
     assert ", 1 step, rank 3 of 8" in report.write(tmp_path).read_text()
     assert RunData.of_folder(tmp_path).stall.world_size == 8
+
+
+def test_speed_of_one_rank_is_labelled_until_the_ranks_gather(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tokenfeed.trainer.stall.meter.own_place", lambda: (0, 2))
+    device, shared = Device(launch=8e-6), Device(launch=8e-6)
+    meter = StallMeter(clock=device, skipped_steps=0)
+    of_all = StallMeter(clock=shared, skipped_steps=0, devices=2)
+    for clock, each in ((device, meter), (shared, of_all)):
+        clock.kernels(10, KERNEL)
+        each.step(90, 100)
+        clock.wait()
+    own = meter.report().real_tokens_per_s
+    assert f"speed    {own:,.0f} real tok/s on rank 0, padding 10.00% on rank 0" in str(
+        meter.report()
+    )
+    assert f"speed    {own:,.0f} real tok/s, padding 10.00%\n" in str(of_all.report())
+    meter.gather(lambda numbers: [numbers, numbers])
+    both = f"{2 * own:,.0f}"
+    report = meter.report()
+    assert f"speed    {both} real tok/s on all 2 ranks, {own:,.0f} real tok/s on rank 0" in str(
+        report
+    )
+    page = report.write(tmp_path).read_text()
+    assert f"real tokens a second on all 2 ranks</span><b>{both}<" in page
+    assert f"real tokens a second on rank 0</span><b>{own:,.0f}<" in page
+    figures = json.loads((tmp_path / "report.json").read_text())["stall"]
+    assert (figures["real_tokens_per_s"], figures["all_tokens_per_s"]) == (own, 2 * own)
+    speed = Comparison.of(tmp_path, tmp_path).rows[-2]
+    assert (speed.name, speed.a) == ("real tokens/s", pytest.approx(2 * own))
