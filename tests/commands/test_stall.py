@@ -270,7 +270,7 @@ def test_own_generator_is_other_with_its_line(script: Path, tmp_path: Path) -> N
     # The step sleeps before its forward pass too, which is also time between steps.
     assert found > truth
     line = script.read_text().splitlines().index("for _, x in zip(range(150), batches()):") + 1
-    assert f"train.py:{line} in batches()" in ended.stderr
+    assert f"train.py:{line}, calls batches()" in ended.stderr
 
 
 def test_ideal_loader_ends_the_script_and_saves_nothing(script: Path, tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 from tokenfeed.pipeline.text import count_of, facts
@@ -16,7 +18,6 @@ from tokenfeed.trainer.stall.causes import REMEDIES, Cause
 from tokenfeed.trainer.stall.stall_report import (
     RunTimes,
     StallReport,
-    gain_words,
     short,
 )
 from tokenfeed.trainer.stall.verdict import conclude
@@ -28,6 +29,10 @@ from tokenfeed.trainer.watch.ranks import RankFiles
 _WAIT_S, _WAIT_AFTER_ERROR_S = 5.0, 1.0
 """Seconds that the first rank of a node waits for the readings of the others, at the end of the
 script and after an error."""
+
+_CLOSE = 1.2
+"""If an ideal loader makes a loop more times as fast than the time without waiting allows, by this
+factor, or less, something else has changed the steps."""
 
 
 @dataclass(slots=True)
@@ -70,7 +75,11 @@ class Run:
     """Seconds in blocks that are not data."""
     lines: list[Line] = field(default_factory=list)
     ideal_marks: list[tuple[float, float]] = field(default_factory=list)
+    """Before and after each step with the loader, then before and after each step with replayed
+    batches: the time, and `other_seconds`."""
     ideal_steps: int = 0
+    replayed: int = 0
+    """Batches that were replayed."""
     missing: list[int] = field(default_factory=list)
     """Ranks that left no reading."""
     lost: str = ""
@@ -158,17 +167,29 @@ class Run:
         """Compare steps with the loader and steps with replayed batches."""
         if not self.ideal_steps:
             return ""
-        if not self.known > self.other_seconds:
+        if not self.replayed:
             return "no batch of a DataLoader was seen, so none was replayed"
-        seconds = []
-        for (began, others), (ended, more) in (self.ideal_marks[:2], self.ideal_marks[2:]):
-            seconds.append((ended - began - (more - others)) / self.ideal_steps)
-        with_loader, replayed = seconds
-        gain = gain_words(max(0.0, with_loader / replayed - 1)).removeprefix("up to ")
-        return (
-            f"{short(with_loader)} a step with the loader, {short(replayed)} with batches that are "
-            f"ready: {gain}"
+        count = self.ideal_steps
+        halves = self.ideal_marks[: count + 1], self.ideal_marks[count + 1 :]
+        (with_loader, spread), (ready, ready_spread) = map(_mean_step, halves)
+        words = (
+            f"{short(with_loader)} ±{spread / with_loader:.0%} a step with the loader, "
+            f"{short(ready)} ±{ready_spread / ready:.0%} with batches that are ready: "
         )
+        # How many times as fast, at least and at most; and what the time without waiting allows.
+        least = (with_loader - spread) / (ready + ready_spread)
+        most = (with_loader + spread) / max(1e-9, ready - ready_spread)
+        waiting = sum(self.report.causes[cause].fraction for cause in ("data", "copy"))
+        allowed = 1 / max(1e-3, 1 - waiting)
+        if least > _CLOSE * allowed or most < allowed / _CLOSE:
+            return words + (
+                f"not comparable. The loop waited for batches for {waiting:.1%} of the time, which "
+                f"makes it up to {allowed:.2f} times as fast. Other load of the machine, or loader "
+                "workers on the same cores, changed the steps"
+            )
+        if least <= 1:
+            return words + "no difference beyond the spread of the steps"
+        return words + f"{least:.2f} to {most:.2f} times as fast"
 
     def remedies(self) -> dict[str, str]:
         """Return what to change, with the settings and lines of this script."""
@@ -189,6 +210,16 @@ class Run:
         if first := next((Place(*line[:2]) for line in self.lines if line.is_between), None):
             found["other"] = f"look at {first}, or let a worker do what it does"
         return found
+
+
+def _mean_step(marks: list[tuple[float, float]]) -> tuple[float, float]:
+    """Return the mean seconds of a step without other causes than data, and the half width of its
+    95 % interval."""
+    steps = [
+        ended - began - (after - before) for (began, before), (ended, after) in pairwise(marks)
+    ]
+    mean = sum(steps) / len(steps)
+    return mean, 1.96 * stdev(steps) / len(steps) ** 0.5 if len(steps) > 1 else mean
 
 
 def _remedy(cause: Cause, site: Site) -> str:

@@ -551,6 +551,7 @@ class Watch:
         is_replayed = self._ideal and self._kept and self.run.steps >= self._warmup + self._ideal
         if not is_replayed or self._inside is not None or source is not self._training:
             return None
+        self.run.replayed += 1
         return self._kept[self.run.steps % len(self._kept)]
 
     def _fetch_apart(self, fetch: Callable[[Any], Any], iterator: Any) -> Any:
@@ -656,8 +657,10 @@ class Watch:
         """Time steps with the loader, then as many with replayed batches, and end the process."""
         begin, middle = self._warmup, self._warmup + self._ideal
         end = middle + self._warmup + self._ideal
-        if run.steps in (begin, middle, middle + self._warmup, end):
-            if self.torch.cuda.is_initialized():
+        replayed = middle + self._warmup
+        if begin <= run.steps <= middle or replayed <= run.steps <= end:
+            is_border = run.steps in (begin, middle, replayed, end)
+            if is_border and self.torch.cuda.is_initialized():
                 self.torch.cuda.synchronize()
             run.ideal_marks.append((time.perf_counter(), run.other_seconds))
         if run.steps == middle:

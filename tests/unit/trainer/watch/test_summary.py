@@ -138,6 +138,41 @@ def test_remedy_names_the_interval(cause: Cause, every: str, remedy: str, tmp_pa
     assert run.remedies()[cause] == f"{remedy} (train.py:1)"
 
 
+@pytest.mark.parametrize(
+    ("data", "seconds", "words"),
+    [
+        (
+            0.5,
+            (0.20, 0.10),
+            "199.3 ms ±3% a step with the loader, 99.7 ms ±3% with batches that are",
+        ),
+        (0.5, (0.20, 0.10), ": 1.90 to 2.11 times as fast"),
+        (0.03, (0.48, 0.28), ": not comparable. The loop waited for batches for 3.0% of the time"),
+        (0.5, (0.20, 0.20), ": not comparable. The loop waited for batches for 50.0% of the time"),
+        (0.03, (0.20, 0.20), ": no difference beyond the spread of the steps"),
+    ],
+)
+def test_ideal_loader_claims_no_more_than_the_loop_waits(
+    data: float, seconds: tuple[float, float], words: str
+) -> None:
+    marks = []
+    for mean in seconds:
+        now = 0.0
+        for step in range(16):
+            marks.append((now, 0.0))
+            now += mean * (1.05 if step % 2 else 0.95)
+    causes = {
+        each: CauseReport(fraction=data * (each == "data"), seconds=0, interval=None, speed_up=1)
+        for each in CAUSES
+    }
+    report = StallReport(**stall_of(causes=causes, stall=data))
+    run = Run(ideal_marks=marks, ideal_steps=15, replayed=20, report=report)
+    assert words in run.ideal_words()
+    assert (
+        "none was replayed" in Run(ideal_steps=15, ideal_marks=marks, report=report).ideal_words()
+    )
+
+
 def test_page_is_named_only_if_it_was_written(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
