@@ -69,5 +69,5 @@ def test_late_rank_is_named_although_ddp_hides_the_waits_in_its_backward_pass(
     assert "rank 0's work contains about" in reason
     if verdict != "verdict  SHORT OF CORES":  # of a busy machine
         assert verdict == "verdict  WAITS FOR RANK 1"
-        assert following.startswith("next     rank 1: use more workers in the loader")
+        assert following.startswith("next     rank 1: set `num_workers=")
     assert any(re.match(r" +rank 0 .* in work ", line) for line in told)

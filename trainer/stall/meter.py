@@ -149,6 +149,8 @@ class StallMeter:
         self._ranks: list[RankStall] = []
         self._group: Any = None
         self._loader: Loader | None = None
+        self._fetch_s = self._computed_s = 0.0
+        """Seconds in `next` of the loader, and those of them in which this thread computed."""
         self._number = self._unseen = 0
         self.knows_padding = False
         """Whether a step has said its slots."""
@@ -178,6 +180,26 @@ class StallMeter:
         """Return the same batches. Waiting for a batch is charged to `data`."""
         self._loader = Loader.of(batches)
         return WatchedLoader(self, batches)
+
+    def reads_from(self, batches: Iterable[Any]) -> None:
+        """Find the loader behind an iterator, unless it is known. Loops that fetch call this."""
+        if self._loader is None or self._loader.num_workers is None:
+            self._loader = Loader.of(batches)
+
+    def fetched(self, seconds: float, computed: float) -> None:
+        """Count a call of `next`: its seconds, and those in which this thread computed."""
+        self._fetch_s += seconds
+        self._computed_s += computed
+
+    @property
+    def loader(self) -> Loader | None:
+        """The loader of the batches; None if it is unknown."""
+        return self._loader and self.measured(self._loader)
+
+    def measured(self, loader: Loader) -> Loader:
+        """Return a loader with the share of the time in which it computed, if it has no workers."""
+        is_known = loader.num_workers == 0 and self._fetch_s > 0
+        return loader._replace(busy=self._computed_s / self._fetch_s if is_known else None)
 
     @contextlib.contextmanager
     def cause(self, name: Cause) -> Iterator[None]:
@@ -336,7 +358,7 @@ class StallMeter:
             advice=[],
             samples=self._samples.read(_sample(self._number, reading)) if is_measured else [],
         )
-        return conclude(report, self._remedies, self._loader)
+        return conclude(report, self._remedies, self.loader)
 
     def gather(self, exchange: Exchange | None = None, first_rank: int = 0) -> None:
         """Exchange readings with the meters of the other ranks, for the next reports.

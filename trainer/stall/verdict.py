@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from typing import TypeGuard
 
 from tokenfeed.pipeline.feeding.placement import usable_cores
 from tokenfeed.pipeline.text import count_of
@@ -46,7 +47,7 @@ def conclude(
         return dataclasses.replace(report, verdict="NOT MEASURED", reason=why, next_step=change)
     found = [
         *_on_causes(report, known, loader),
-        *_on_late_rank(report, known),
+        *_on_late_rank(report, known, loader),
         *_beside_stall(report, report.stall, known),
     ]
     found.sort(key=lambda piece: -(piece.gain or 0.0))
@@ -165,7 +166,7 @@ def _on_causes(
         if saved < (1e-9 if cause in main else about.named) or not _is_certain(report, cause):
             continue  # too small, or not distinguishable from no stall
         change = remedies[cause]
-        if cause == "data" and loader is not None and loader.num_workers is not None:
+        if cause == "data" and _has_workers(loader):
             change = loader.remedy(fraction)
         elif cause == "wait" and (lines := _lines(report)):
             change = f"read these values a step later, or only when you log: {lines}"
@@ -174,10 +175,20 @@ def _on_causes(
         yield _advice(cause, f"{cause} {fraction:.1%}", change, _gain(saved))
 
 
-def _on_late_rank(report: StallReport, remedies: Mapping[str, str]) -> Iterator[Advice]:
+def _has_workers(loader: Loader | None) -> TypeGuard[Loader]:
+    return loader is not None and loader.num_workers is not None
+
+
+def _on_late_rank(
+    report: StallReport, remedies: Mapping[str, str], loader: Loader | None
+) -> Iterator[Advice]:
     if late := report.waited_for:
-        change = f"rank {late.rank}: {remedies[late.cause]}"
-        text = f"rank {late.rank} is late by {late.cause}: {remedies[late.cause]}"
+        remedy = remedies[late.cause]
+        if late.cause == "data" and _has_workers(loader):  # which is like that of this rank
+            rank = next(each for each in report.ranks if each.rank == late.rank)
+            remedy = loader._replace(busy=None).remedy(rank.causes["data"] / rank.seconds)
+        change = f"rank {late.rank}: {remedy}"
+        text = f"rank {late.rank} is late by {late.cause}: {remedy}"
         yield Advice(cause="rank", text=text, change=change, gain=_gain(late.cost))
 
 

@@ -5,6 +5,7 @@ nothing. Watchers of callbacks close when their meter is deleted.
 """
 
 import gc
+import itertools
 import math
 import sys
 import threading
@@ -13,9 +14,11 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
+from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from tokenfeed.pipeline.feeding.placement import usable_cores
+from tokenfeed.pipeline.text import count_of
 from tokenfeed.trainer.stall.causes import Cause
 from tokenfeed.trainer.stall.marks import Phase
 
@@ -174,6 +177,8 @@ class CoreWait:
             return None
 
 
+FETCHES = 8
+"""Calls of `next` per call whose computing is timed, which takes microseconds."""
 _SPARE = 1.1
 """Workers that are advised, divided by the workers that would just keep up."""
 Batch = TypeVar("Batch")
@@ -194,13 +199,26 @@ class Loader(NamedTuple):
     """Where it was made, if that is known: `train.py:20`."""
     setting: str = ""
     """The setting of its trainer, such as "`dataloader_num_workers` of `TrainingArguments`"."""
+    prefetch: int | None = None
+    """Batches that a ShardLoader copies to a GPU ahead of the loop; None for another loader."""
+    is_ours: bool = False
+    """Whether it reads shards, so no code of the user makes its rows."""
+    busy: float | None = None
+    """Share of the time of `next` in which the training thread computed; None if workers make the
+    batches, or if it is unknown."""
 
     @classmethod
     def of(cls, loader: object, place: str = "", setting: str = "") -> "Loader":
-        """Describe a loader."""
-        workers = getattr(loader, "num_workers", None)
-        number = workers if isinstance(workers, int) else None
-        return cls(type(loader).__name__, number, place, setting)
+        """Describe a loader, or the one that an iterator, such as a generator, reads from."""
+        inner = _loader_in(loader)
+        loader = loader if inner is None else inner
+        number, rows = _workers_of(loader), getattr(loader, "dataset", None)
+        is_ours = any(type(each).__module__.startswith(_OURS) for each in (loader, rows))
+        prefetch = getattr(loader, "prefetch", None) if is_ours else None
+        # Iterators of a DataLoader do not refer to it.
+        is_iterator = hasattr(loader, "_num_workers") and not hasattr(loader, "num_workers")
+        name = "DataLoader" if is_iterator else type(loader).__name__
+        return cls(name, number, place, setting, prefetch or None, is_ours)
 
     def remedy(self, waiting: float) -> str:
         """Return advice on the number of workers.
@@ -210,14 +228,69 @@ class Loader(NamedTuple):
 
         Example: without workers, a loop waits for batches for 91 % of its time. Each batch then
         trains for the other 9 %, so 91 / 9 = 10.1 workers would just keep up, and 12 are advised.
+        If items compute, only as many workers as there are cores help.
         """
         workers, cores = self.num_workers or 0, usable_cores()
         needed = math.ceil(_SPARE * (workers or waiting) / max(1e-9, 1 - waiting) - 1e-9)
         needed = max(workers + 1, needed)
-        text = f"set `num_workers={needed}` in your {self.name}"
-        text = f"set {self.setting} to {needed}" if self.setting else text
-        text += f" ({self.place})" * bool(self.place)
-        return text + f", and make items cheaper: there are {cores} cores" * (needed > cores)
+        is_bound = self.is_ours or (self.busy is not None and self.busy >= _BUSY)
+        number = max(1, min(needed, cores)) if is_bound else needed
+        text = f"set `num_workers={number}` in your {self.name}"
+        text = f"set {self.setting} to {number}" if self.setting else text
+        where = f" ({self.place})" * bool(self.place)
+        if needed <= cores:
+            return text + where
+        if is_bound:
+            raised = [text + where] * (number > workers)
+            if self.is_ours:
+                deeper = f"raise its `prefetch` from {self.prefetch} to {2 * (self.prefetch or 0)}"
+                raised += [deeper] * bool(self.prefetch)
+                more = f"give your {self.name} more cores"
+            else:
+                more = f"make items cheaper{where * (not raised)}"
+            others = f": {needed} workers would keep up, and there are {count_of(cores, 'core')}"
+            return ", and ".join([*raised, more]) + others
+        if self.busy is None:
+            why = "if its items wait more than they compute; else make items cheaper"
+        else:
+            why = "since its items wait more than they compute"
+        return f"{text}{where}, more than the {count_of(cores, 'core')}, {why}"
+
+
+_OURS = ("tokenfeed.", "src.tokenfeed.")
+_BUSY = 0.5
+"""If items compute for this share of their time, more workers than cores do not help."""
+_MOST_VISITED, _DEEPEST = 200, 5
+_LEAVES = (str, bytes, list, dict, tuple, set, type, ModuleType, FunctionType)
+"""Objects that no loader is looked for in."""
+
+
+def _workers_of(loader: object) -> int | None:
+    """Return the number of workers of a loader, or of an iterator of a DataLoader; else None."""
+    try:
+        number = getattr(loader, "num_workers", getattr(loader, "_num_workers", None))
+    except Exception:  # a property of somebody else
+        return None
+    return number if isinstance(number, int) else None
+
+
+def _loader_in(found: object) -> object | None:
+    """Return the loader that an iterator reads from: an object with a number of workers."""
+    level, visited = [found], set[int]()
+    for _ in range(_DEEPEST):
+        for each in level:
+            if _workers_of(each) is not None and hasattr(each, "__iter__"):
+                return each
+        visited.update(map(id, level))
+        below = gc.get_referents(*level)[:_MOST_VISITED]
+        level = [each for each in below if id(each) not in visited and _is_iterable(each)]
+    return None
+
+
+def _is_iterable(found: object) -> bool:
+    """Return whether an object, or the owner of a method, may read from a loader."""
+    owner = getattr(found, "__self__", found) if isinstance(found, MethodType) else found
+    return hasattr(owner, "__iter__") and not isinstance(owner, _LEAVES)
 
 
 class WatchedLoader(Generic[Batch]):
@@ -233,15 +306,21 @@ class WatchedLoader(Generic[Batch]):
             iterator = iter(self._batches)  # workers start here
         finally:
             meter.leave(outer)
-        while True:
+        for number in itertools.count():
             outer, before = meter.enter("data"), watching.set(meter)
+            is_timed = number % FETCHES == 1
+            began, computed = (time.perf_counter(), time.thread_time()) if is_timed else (0.0, 0.0)
             try:
                 batch = next(iterator, _END)
             finally:
+                if is_timed:
+                    meter.fetched(time.perf_counter() - began, time.thread_time() - computed)
                 watching.reset(before)
                 meter.leave(outer)
             if batch is _END:
                 return
+            if number == 0:  # a generator has found its loader by now
+                meter.reads_from(iterator)
             yield batch
 
     def __len__(self) -> int:

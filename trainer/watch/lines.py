@@ -28,6 +28,8 @@ _LOOP_SHARE = 0.9
 """The function of the loop is in the stack of this share of the samples."""
 _LEAST_SHARE = 0.01
 """Smallest share of the time of a line that is shown."""
+_LEAST_SAMPLES = 3
+"""Fewest samples of a line that is shown."""
 _TIMED_STEPS, _EVERY_STEPS = 20, 200
 """Steps with a line timer, and steps from its start to its next start."""
 _FIRST_TIMED = 30
@@ -142,7 +144,9 @@ class Sampler:
             if at is not None:
                 found[(*rest[at], _called(rest[at + 1 :]), kind == "between")] += count
         total = samples.total()
-        return {key: count / total for key, count in found.most_common()}
+        return {
+            key: count / total for key, count in found.most_common() if count >= _LEAST_SAMPLES
+        }
 
     def _run(self) -> None:
         seconds, taken = _SECONDS, 0

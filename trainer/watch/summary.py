@@ -58,7 +58,7 @@ class Run:
     leader: int = 0
     """Index of the optimizer whose steps count."""
     loaders: dict[int, Loader] = field(default_factory=dict)
-    """The loaders of the script, by the id of their data set."""
+    """The loaders of the script, by the id of their data set. A ShardLoader has the id 0."""
     trained_on: int = 0
     """The id of the data set of the latest step."""
     children: int = 0
@@ -346,7 +346,8 @@ class Summary:
             world_size=self._size,
         )
         run = self._run
-        return conclude(report, run.remedies(), run.loaders.get(run.trained_on))
+        loader = run.loaders.get(run.trained_on)
+        return conclude(report, run.remedies(), loader and meter.measured(loader))
 
     def _write(
         self,

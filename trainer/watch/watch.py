@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from tokenfeed.trainer.stall.causes import Cause
 from tokenfeed.trainer.stall.cpu_work import is_of_handler
 from tokenfeed.trainer.stall.meter import WARMUP_STEPS, StallMeter
-from tokenfeed.trainer.stall.watchers import Loader
+from tokenfeed.trainer.stall.watchers import FETCHES, Loader
 from tokenfeed.trainer.watch.children import Child
 from tokenfeed.trainer.watch.lines import Activity, HostLines
 from tokenfeed.trainer.watch.patches import CALLS, Finder, Patches
@@ -162,6 +162,8 @@ class Watch:
         """A weak reference to the iterator of the latest batch."""
         self._iterator: Callable[[], Any] = _nothing
         """The same for the latest batch that was trained."""
+        self._pass: Callable[[], Any] = _nothing
+        """A weak reference to the pass of a ShardLoader that returned the latest batch."""
         self._resuming: Callable[[], Any] = _nothing
         """A weak reference to what fetched last in an evaluation."""
         self._resumed: tuple[Callable[[], Any], Any] | None = None
@@ -262,6 +264,7 @@ class Watch:
         train, update = torch.nn.Module.train, torch.amp.GradScaler.update
         zero = self._worked(torch.optim.Optimizer.zero_grad)
         backward, start = torch.autograd.backward, spawning.start_processes
+        thread_time = time.thread_time
 
         @functools.wraps(fetch)
         def next_batch(iterator: Any) -> Any:
@@ -276,6 +279,8 @@ class Watch:
                 block.outer = outer = meter.phase
                 block.began = began = meter.end_segment(outer)
                 meter.phase, watch._inside = phase, block
+                is_timed = watch.run.steps % FETCHES == 1
+                computed = thread_time() if is_timed else 0.0
             except Exception as error:
                 watch._failed(error)
             try:
@@ -286,6 +291,8 @@ class Watch:
             try:
                 if watch._inside is block:
                     ended = meter.end_segment(phase)
+                    if is_timed:
+                        meter.fetched(ended - began, thread_time() - computed)
                     meter.phase, watch._inside = outer, None
                     watch.run.known += ended - began
                 if type(batch) is not watch._plain or watch._fetching() is not iterator:
@@ -369,6 +376,8 @@ class Watch:
             block = self.enter(cause, args[0] if args else None)
             try:
                 result = call(*args, **kwargs)
+                if cause == "data" and block is not None and args[0] is not self._pass():
+                    self._passed(args[0])
                 if cause == "other" and block is not None and _is_batch(result):
                     block.cause = block.meter.phase = "data"
                 return result
@@ -376,6 +385,13 @@ class Watch:
                 self.leave(block)
 
         return run
+
+    @_guarded
+    def _passed(self, batches: Any) -> None:
+        """Look for a ShardLoader behind what has returned a batch."""
+        self._pass = weakref.ref(batches)
+        if (loader := Loader.of(batches)).is_ours:
+            self.run.loaders[0] = loader
 
     @_guarded
     def enter(self, cause: Cause, owner: Any = None) -> "_Block | None":

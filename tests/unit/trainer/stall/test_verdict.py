@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.sleeping import Sleeping
+from torch.utils.data import DataLoader
 
 from tokenfeed.trainer.report.page import RunData, page_of
+from tokenfeed.trainer.stall import StallMeter
 from tokenfeed.trainer.stall.causes import ABOUT, CAUSES, REMEDIES, Cause
 from tokenfeed.trainer.stall.ranks import rank_stalls, slowest_rank
 from tokenfeed.trainer.stall.stall_report import (
@@ -210,9 +214,60 @@ def test_next_step_counts_the_workers_that_hide_loading(
     found = conclude(report, loader=loader).next_step
     setting = f"set `num_workers={needed}` in your Loader (train.py:20): up to"
     assert found.startswith(setting if needed else "use more workers")
+
+
+@pytest.mark.parametrize(
+    ("loader", "change"),
+    [
+        (
+            Loader("Loader", 0, busy=0.1),
+            "set `num_workers=9` in your Loader, more than the 2 cores, "
+            "since its items wait more than they compute",
+        ),
+        (
+            Loader("Loader", 1),
+            "set `num_workers=10` in your Loader, more than the 2 cores, if its "
+            "items wait more than they compute; else make items cheaper",
+        ),
+        (
+            Loader("Loader", 0, busy=0.9),
+            "set `num_workers=2` in your Loader, and make items cheaper"
+            ": 9 workers would keep up, and there are 2 cores",
+        ),
+        (
+            Loader("ShardLoader", 1, is_ours=True),
+            "set `num_workers=2` in your ShardLoader, and give "
+            "your ShardLoader more cores: 10 workers would keep up, and there are 2 cores",
+        ),
+        (
+            Loader("ShardLoader", 2, prefetch=2, is_ours=True),
+            "raise its `prefetch` from 2 to 4, and "
+            "give your ShardLoader more cores: 20 workers would keep up, and there are 2 cores",
+        ),
+    ],
+)
+def test_advice_on_workers_beyond_the_cores_fits_the_loader(
+    loader: Loader, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tokenfeed.trainer.stall.watchers.usable_cores", lambda: 2)
-    found = conclude(report, loader=loader).next_step
-    assert ("make items cheaper: there are 2 cores" in found) == (num_workers is not None)
+    assert conclude(report_of({"data": 0.89}), loader=loader).advice[0].change == change
+
+
+def test_meter_finds_the_loader_behind_iterators_and_whether_it_computes() -> None:
+    loader = DataLoader(Sleeping(20, 0.002))
+
+    def steps() -> Iterator[Any]:
+        yield from loader
+
+    for batches in (loader, iter(loader), enumerate(loader), ((x, 1) for x in loader), steps()):
+        meter = StallMeter("cpu", skipped_steps=0)
+        for _ in meter.watch(batches):
+            meter.step()
+        assert meter.loader is not None
+        assert (meter.loader.name, meter.loader.num_workers) == ("DataLoader", 0)
+        assert meter.loader.busy is not None
+        assert meter.loader.busy < 0.5, "it sleeps"
+        meter.close()
 
 
 # ---------- ranks ----------

@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.data_sets import MakeDataset
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import tokenfeed
+from tokenfeed import Packed, ShardLoader
 from tokenfeed.trainer.watch.watch import Watch
 
 torch.set_num_threads(1)
@@ -621,3 +623,21 @@ def test_mapping_batches_count_tokens() -> None:
             if number == 20:
                 break
     assert running.report.padding == pytest.approx(0.25)
+
+
+def test_advice_names_the_shard_loader_behind_a_generator(make_dataset: MakeDataset) -> None:
+    path = make_dataset([16] * 64)
+    loader = ShardLoader(path, batching=Packed(16, batch_size=4), num_workers=0)
+
+    def steps() -> Iterator[Any]:
+        for batch in loader:
+            time.sleep(0.01)
+            yield batch
+
+    with tokenfeed.watch() as running:
+        optimizer = torch.optim.SGD((model := torch.nn.Linear(16, 1)).parameters(), lr=0.0)
+        for batch in steps():
+            model(batch["input_ids"].float()).sum().backward()
+            optimizer.step()
+    assert running.report.queued_steps == 16
+    assert (running.run.loaders[0].name, running.run.loaders[0].is_ours) == ("ShardLoader", True)
