@@ -120,7 +120,7 @@ def claims_table(loaders: list[Entry]) -> list[list[str]]:
         ["claim", "figure", "beside"],
         [
             f"[whole steps in torchtitan]({PROJECTS})",
-            "1.12 times the targets/s",
+            "1.12 times the targets/s (tokens that the loss counts)",
             "its own loader",
         ],
         [
@@ -155,9 +155,9 @@ def claims_table(loaders: list[Entry]) -> list[list[str]]:
             "a run that was never stopped, fp32",
         ],
         [
-            f"[the stall's interval]({page}#the-stall-meter)",
-            f"holds in {simulated_loops['percent_held']:.1f}%",
-            f"{simulated_loops['loops']:,} simulated loops",
+            f"[the 95% interval of the stall]({page}#the-stall-meter)",
+            f"holds the true stall of {simulated_loops['percent_held']:.1f}% of the loops",
+            f"{simulated_loops['loops']:,} simulated loops, whose stall is known",
         ],
     ]
 
