@@ -162,6 +162,8 @@ class StallMeter:
         self._unsampled = 0.0
         """Seconds of steps since the latest sample."""
         self._forward = None if clock.is_beside_host else ForwardWatch(self)
+        self._is_resumed = False
+        """Whether the work of this step has ended and may go on."""
         self.phase: Phase = "before" if self._forward else "work"
         """The present activity of the loop."""
         self.end_segment = self._tracing.mark if self._tracing else chain.add
@@ -262,6 +264,10 @@ class StallMeter:
         """End a step, whose numbers are known to be right. Return the host time."""
         number, tracing = self._number, self._tracing
         is_usable, blamed = True, None
+        if self._is_resumed:  # a forward pass was seen, but not since the work ended
+            self._is_resumed = False
+            if self.phase == "before":
+                self.leave("work")
         if tracing is not None:
             is_usable = tracing.is_usable and not self._waits.is_on
         if self._allocator.is_on or self._compiler.is_blamed:
@@ -281,6 +287,14 @@ class StallMeter:
             self._chain.resolve()
             self._compiler.attach()
         return now
+
+    def end_work(self) -> None:
+        """End a part of the work that ends no step, such as the first of two optimizers. On a CPU,
+        what follows is `other` until the next forward pass."""
+        if self._forward is not None and self.phase == "work":
+            self.leave("before")
+            self._is_resumed = True
+            self._forward.wait()
 
     def find_waits(self, steps: int = 1) -> None:
         """Find the lines that wait for a GPU during the next steps, which are not measured.

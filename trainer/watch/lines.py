@@ -130,23 +130,22 @@ class Sampler:
     def lines(self) -> dict[tuple[CodeType, int, str, bool], float]:
         """Return lines that do not train with what they call, and whether they run between steps,
         by their share of the samples. If a line of the loop trains, lines of the functions that it
-        calls stand for it."""
+        calls stand for it. Lines around the loop run between steps of a loop that runs twice."""
         loop, samples, found = self.loop(), self.kept(), Counter[tuple[CodeType, int, str, bool]]()
         if loop is None:
             return {}
         depth, code = loop
-        train = {line for (stack, kind) in samples if kind == "training" for line in stack[depth:]}
+        train = {line for (stack, kind) in samples if kind == "training" for line in stack}
         for (stack, kind), count in samples.items():
-            if kind in ("training", "known") or len(stack) <= depth or stack[depth][0] is not code:
+            is_in_loop = len(stack) > depth and stack[depth][0] is code
+            if kind in ("training", "known") or not (is_in_loop or kind == "between"):
                 continue
-            rest = stack[depth:]
+            rest = stack[depth:] if is_in_loop else stack
             at = next((at for at, line in enumerate(rest) if line not in train), None)
             if at is not None:
                 found[(*rest[at], _called(rest[at + 1 :]), kind == "between")] += count
         total = samples.total()
-        return {
-            key: count / total for key, count in found.most_common() if count >= _LEAST_SAMPLES
-        }
+        return {key: count / total for key, count in found.most_common() if count >= _LEAST_SAMPLES}
 
     def _run(self) -> None:
         seconds, taken = _SECONDS, 0

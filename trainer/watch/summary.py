@@ -137,7 +137,10 @@ class Run:
                 (len(self.loaders), "DataLoader", ""),
             )
         )
-        return f"{seen} in this process. Does a process that it started train?"
+        return (
+            f"{seen} in this process, and inference alone is not measured. Does a process that it "
+            "started train?"
+        )
 
     def missing_words(self) -> str:
         """Name the ranks that left no reading, and files that could not be used."""

@@ -152,6 +152,8 @@ class Watch:
         """Others that have stepped since its latest step."""
         self._trained: weakref.WeakKeyDictionary[Any, _Optimizer] = weakref.WeakKeyDictionary()
         self._calls_since_update = self._tokens = self._slots = 0
+        self._stepping = 0.0
+        """When the step of an optimizer began, if no forward pass came before it."""
         self._training: Any = None
         """The data set of the latest batch outside of an evaluation."""
         self._stepped_on: Any = None
@@ -274,6 +276,8 @@ class Watch:
                 return watch._fetch_apart(fetch, iterator)
             if watch.thread != get_ident():
                 return fetch(iterator)
+            if watch._iterator() is not iterator and watch._evaluates(iterator):
+                return watch._fetch_apart(fetch, iterator)
             try:
                 phase = "data" if watch._iterator() is iterator else watch._phase_of(iterator)
                 block.outer = outer = meter.phase
@@ -423,6 +427,15 @@ class Watch:
         is_known = source is None or not self._trained_on or id(source) in self._trained_on
         return "data" if is_known else "maybe"
 
+    @_guarded
+    def _evaluates(self, iterator: Any) -> bool:
+        """Begin an evaluation at a fetch without gradients, of data that no step was trained on.
+        Some scripts never call `eval()`. Return whether one has begun."""
+        if self.torch.is_grad_enabled() or self._phase_of(iterator) != "maybe":
+            return False
+        self._evaluation = self.enter("evaluation")
+        return True
+
     def _fetched_in_evaluation(self, loader: Any) -> None:
         """Begin a fetch in an evaluation. The first batch of the next epoch may be fetched before
         `train()`. The second one of an iterator shows that it evaluates on the training data."""
@@ -475,6 +488,7 @@ class Watch:
             self._calls_since_update += 1
             while self._followers:
                 self._followers.pop().steps = 0
+            self._count_work()
             self._end_step()
         except Exception as error:
             self._failed(error)
@@ -494,10 +508,27 @@ class Watch:
         known.steps += 1
         self._followers.append(known)
         self._calls_since_update += 1
+        if not self._count_work():
+            self._meter.end_work()
         return False
+
+    def _before_optimizer(self, *_: Any) -> None:
+        # torch.compile may trace this. It must end here, before it calls anything else.
+        if not self.is_compiling() and self.is_on and self.thread == get_ident():
+            self._stepping = time.perf_counter() if self._meter.phase == "before" else 0.0
+
+    def _count_work(self) -> bool:
+        """Count a step of an optimizer as work if no forward pass came before it, since another
+        optimizer has stepped. Return whether that was so."""
+        began, self._stepping = self._stepping, 0.0
+        if began and self._meter.phase == "before":
+            self._meter.add_work(began)
+        return began > 0
 
     def _met(self, optimizer: Any) -> "_Optimizer | None":
         """Remember an optimizer at its first step. Return None if it has no parameters."""
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         if not weights:
             return None
@@ -508,6 +539,9 @@ class Watch:
             # Its own, and that of torch.optim.Optimizer. Torch wraps a method that is inherited.
             is_subclass=len({id(inspect.unwrap(each)) for each in steps if each}) > 2,
         )
+        if len(self.run.optimizers) == 1:  # this is the second one
+            hook = register_optimizer_step_pre_hook(self._before_optimizer)
+            self._patches.at_end(hook.remove)
         self._trained[optimizer] = known
         self.run.optimizers.append(type(optimizer).__name__)
         if not self.run.by_optimizer:  # it counted backward passes so far

@@ -641,3 +641,42 @@ def test_advice_names_the_shard_loader_behind_a_generator(make_dataset: MakeData
             optimizer.step()
     assert running.report.queued_steps == 16
     assert (running.run.loaders[0].name, running.run.loaders[0].is_ours) == ("ShardLoader", True)
+
+
+def test_code_after_the_second_of_two_optimizers_is_other() -> None:
+    """As in a GAN. Steps of both without a forward pass between them are work."""
+    first, second = Model(0.01), Model(0.01)
+    slept: dict[str, Items] = {each: Items() for each in ("apart", "together")}
+    for kind, holder in slept.items():
+        one, two = (torch.optim.SGD(each.parameters(), lr=0.0) for each in (first, second))
+        with tokenfeed.watch() as running:
+            for step in range(14):
+                first(torch.ones(4, 8)).backward()
+                if kind == "apart":
+                    one.step()
+                second(torch.ones(4, 8)).backward()
+                two.step()
+                if kind == "together":
+                    one.step()
+                if step >= 5:
+                    nap(holder, 0.02)
+        report = running.report
+        found = report.causes["other"].seconds
+        after_last = 0.02 * (report.queued_steps == 14)
+        assert found == pytest.approx(holder.slept - after_last, rel=0.25), kind
+
+
+def test_validation_without_gradients_needs_no_eval_mode() -> None:
+    model, held_out = Model(), Items(4, 0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with tokenfeed.watch() as running:
+        for step, batch in enumerate(DataLoader(Items(64), batch_size=4)):
+            model(batch).backward()
+            optimizer.step()
+            if step == 10:
+                with torch.no_grad():
+                    for batch in DataLoader(held_out, batch_size=2):
+                        model(batch)
+    found = running.report.causes
+    assert found["evaluation"].seconds == pytest.approx(held_out.slept, rel=0.25)
+    assert found["data"].seconds < held_out.slept / 2
