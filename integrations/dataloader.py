@@ -9,8 +9,9 @@ Frameworks count positions, ends and lengths of their own. This class gives them
 - Accelerate: `accelerator.prepare` returns the loader as it is. Until then its length counts the
   batches of all ranks, as for any DataLoader that Accelerate has not split yet, so a prepared
   scheduler ends where the data end. The last batch of a pass ends an accumulation.
-- The Trainer of Lightning fetches one batch ahead if the length is unknown. The state that it saves
-  is the state before that batch. Fabric does not fetch ahead.
+- The Trainer of Lightning fetches one batch ahead if it does not know the number of batches. The
+  state is the one before that batch, and the next iteration begins with it. Fabric does not fetch
+  ahead.
 - The Trainer of Lightning, if it trains for a number of epochs, ignores the states of loaders in a
   checkpoint of the end of an epoch. The loader loads them when Lightning begins to iterate.
 - Another DataLoader over the same data, as `skip_first_batches` of Accelerate makes, is refused: it
@@ -28,8 +29,8 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.feeding.delivery import Pass
 from tokenfeed.pipeline.feeding.loader import ShardLoader
-
-_LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
+from tokenfeed.pipeline.feeding.placement import is_of_lightning
+from tokenfeed.pipeline.planning.state import Delivered
 
 
 class _Batches(IterableDataset[Any]):
@@ -85,8 +86,8 @@ class StatefulShardLoader(DataLoader[Any]):
             )
         self._batches = _Batches(loader, transform)
         self._is_prepared = False
-        self._before: dict[str, Any] | None = None
-        """The state before the last batch, while Lightning may be a batch ahead."""
+        self._ahead: tuple[Delivered, Delivered] | None = None
+        """What was delivered before and after the batch that Lightning has fetched ahead."""
         super().__init__(self._batches, batch_size=None, collate_fn=_as_it_is)
         self._loader = loader
 
@@ -106,11 +107,14 @@ class StatefulShardLoader(DataLoader[Any]):
         return self._batches.rest is not None and self._batches.rest.has_ended
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if (trained := self._trained()) is not self._loader._delivery.delivered:
+            self._loader._delivery.go_on_from(trained)
+        self._ahead = None
         _load_states_of_lightning()
         return self._iterate()
 
     def _iterate(self) -> Iterator[Any]:
-        is_ahead = _is_called_by(_LIGHTNING) and not self._has_length()
+        is_ahead = _fetches_ahead()
         gradients = _gradient_state() if self._is_prepared else None
         self._batches.is_asked_by_owner = True
         batches = super().__iter__()
@@ -118,15 +122,16 @@ class StatefulShardLoader(DataLoader[Any]):
             gradients._add_dataloader(self)  # as Accelerate's own DataLoaders do
         try:
             while True:
-                before = self._loader.state_dict() if is_ahead else None
+                before = self._loader._delivery.delivered
                 try:
                     item = next(batches)
                 except StopIteration:
+                    self._ahead = None
                     return
-                self._before = before
+                if is_ahead:
+                    self._ahead = before, self._loader._delivery.delivered
                 yield item
         finally:
-            self._before = None
             if gradients:
                 gradients._remove_dataloader(self)
 
@@ -137,26 +142,28 @@ class StatefulShardLoader(DataLoader[Any]):
         """
         return len(self._loader) * (1 if self._is_prepared else _ranks_of_accelerate())
 
-    def _has_length(self) -> bool:
-        try:
-            return len(self) >= 0
-        except TypeError:
-            return False
-
     def rewind(self) -> None:
         """See `ShardLoader.rewind`."""
         self._loader.rewind()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `ShardLoader.state_dict`. Lightning gets the state after the batch that it trained
-        last."""
-        if self._before is not None and _is_called_by(_LIGHTNING):
-            return self._before
-        return self._loader.state_dict()
+        """See `ShardLoader.state_dict`. In a Trainer of Lightning, it is the state after the batch
+        that is trained."""
+        return self._trained().state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `ShardLoader.load_state_dict`."""
         self._loader.load_state_dict(state_dict)
+        self._ahead = None
+
+    def _trained(self) -> Delivered:
+        """Return what was delivered, without a batch that Lightning has only fetched."""
+        now = self._loader._delivery.delivered
+        if self._ahead is None or self._loader._begins_anew:
+            return now
+        before, after = self._ahead
+        has_moved = (now.position, now.digest) != (after.position, after.digest)
+        return now if has_moved else before.with_plan(now.plan)  # `reweigh` may have changed it
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -178,10 +185,16 @@ def _ranks_of_accelerate() -> int:
     return int(module.AcceleratorState().num_processes)
 
 
-def _is_called_by(modules: tuple[str, ...]) -> bool:
-    """Return whether the calling method was called by one of the packages. Lightning does not mark
-    a loader that it iterates, nor the state that it saves, in another way."""
-    return str(sys._getframe(2).f_globals.get("__name__")).startswith(modules)
+def _fetches_ahead() -> bool:
+    """Return whether the Trainer of Lightning has begun the iteration, and does not know its number
+    of batches. Lightning does not mark a loader that it iterates in another way."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and is_of_lightning(frame):
+        fetcher = frame.f_locals.get("self")
+        if getattr(fetcher, "prefetch_batches", 0):
+            return fetcher.length is None
+        frame = frame.f_back
+    return False
 
 
 def _load_states_of_lightning() -> None:

@@ -4,6 +4,7 @@ Worker w of n makes windows w, w + n, w + 2n, ... and the DataLoader hands items
 sequence is the same for any number of workers, also for 0.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any, NoReturn
@@ -141,6 +142,23 @@ class ShardDataset(IterableDataset[WindowSlice]):
     @epoch.setter
     def epoch(self, epoch: int) -> None:
         self._epoch.fill_(checks.whole("epoch", epoch))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set `epoch`, as frameworks do. If Accelerate does, which counts iterations of its own,
+        `epoch` stays as it is.
+
+        Raises:
+            ConfigError: Accelerate would divide the items between ranks once more.
+        """
+        caller = sys._getframe(1)
+        if caller.f_globals.get("__name__") != "accelerate.data_loader":
+            self.epoch = epoch
+        elif type(caller.f_locals.get("self")).__name__ != "DataLoaderShard":
+            raise ConfigError(
+                "Accelerate would divide the items of a ShardDataset between the ranks, but each "
+                "rank has items of its own already. Leave its DataLoader out of `prepare`, or "
+                "prepare a `StatefulShardLoader` of `tokenfeed.integrations.dataloader` instead."
+            )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A pickled copy has its own epoch counter, shared with its own workers."""

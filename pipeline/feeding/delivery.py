@@ -136,8 +136,8 @@ class Delivery:
         """Continue after `delivered`."""
         self.delivered = delivered
         """Everything that was delivered so far."""
-        self.jumps = 0
-        """Number of calls of `go_on_from`."""
+        self.jumps = self.passes = 0
+        """Number of calls of `go_on_from`, and of passes that have ended."""
         self.counters = Counters()
         self._feed: Feed | None = None
         self._user = _User()
@@ -146,8 +146,8 @@ class Delivery:
         """A pickled copy, as another process gets it, starts its own feed."""
         return self.__dict__ | {"_feed": None, "_user": _User()}
 
-    def next(self, start: Callable[[], Feed], epochs: int | None) -> tuple[Batch, bool]:
-        """Return the next batch, and whether it is the last one of a pass.
+    def next(self, start: Callable[[], Feed], epochs: int | None) -> Batch:
+        """Return the next batch.
 
         Args:
             start: Makes a feed at the current position; called if no feed is running.
@@ -158,12 +158,13 @@ class Delivery:
 
         Correct by the order of the attribute writes. A signal handler can run after every call, and
         can raise (KeyboardInterrupt) or use this loader. So all calls come first, on local names:
-        `taken`, `delivered`, `ends_pass`, the counters. A raise in this part ends the feed, and
+        `taken`, `delivered`, `passes`, the counters. A raise in this part ends the feed, and
         `self.delivered` still has the position before the batch: the batch comes again. If a
         handler used the loader meanwhile, `_feed` or `delivered` is another object, and `next`
-        raises instead of overwriting the handler's position. The last three lines make no call, so
-        no handler can run between them: `delivered` moves to the position after the batch, the feed
-        is marked as in step with it, and the thread's claim ends. Then the batch is returned.
+        raises instead of overwriting the handler's position. The last lines make no call, so no
+        handler can run between them: `delivered` moves to the position after the batch, the pass
+        may end, the feed is marked as in step, and the thread's claim ends. Then the batch is
+        returned.
         """
         self._user.take()
         try:
@@ -175,18 +176,19 @@ class Delivery:
                 raise _interrupted()
             batch, done = taken
             delivered = before.after(done)
-            ends_pass = _ends_pass(delivered.position, epochs)
+            passes = self.passes + _ends_pass(delivered.position, epochs)
             self.counters.add_batch(batch, time.perf_counter() - started, done.left_out)
             if self._feed is not feed or self.delivered is not before:
                 raise _interrupted()
             self.delivered = delivered  # no calls from here on: signal handlers run after calls
+            self.passes = passes
             feed.in_step = True
             self._user.holder = None
         except BaseException:
             self._end_feed()  # the position is unchanged, so the caller can retry
             self._user.end()
             raise
-        return batch, ends_pass
+        return batch
 
     def go_on_from(self, delivered: Delivered) -> None:
         """Continue after the position of a loaded state."""
@@ -217,13 +219,16 @@ class Delivery:
 
 
 class Pass:
-    """Iterator over the rest of a pass."""
+    """Iterator over the rest of a pass. Several iterators share its batches, and end together."""
 
-    def __init__(self, deliver: Callable[[], tuple[Batch, bool]]) -> None:
-        """`deliver` returns a batch, and whether it is the last one of the pass."""
-        self._deliver = deliver
-        self.has_ended = False
+    def __init__(self, delivery: Delivery, deliver: Callable[[], Batch]) -> None:
+        """`deliver` returns the next batch of `delivery`."""
+        self._delivery, self._deliver, self._ended_before = delivery, deliver, delivery.passes
+
+    @property
+    def has_ended(self) -> bool:
         """Whether the last batch of the pass was delivered."""
+        return self._delivery.passes != self._ended_before
 
     def __iter__(self) -> Self:
         return self
@@ -231,8 +236,7 @@ class Pass:
     def __next__(self) -> Batch:
         if self.has_ended:
             raise StopIteration
-        batch, self.has_ended = self._deliver()
-        return batch
+        return self._deliver()
 
 
 class _User:

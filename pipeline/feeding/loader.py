@@ -14,6 +14,7 @@ docs/how-it-works.md follows one batch through these files.
 """
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -27,6 +28,7 @@ from tokenfeed.pipeline.feeding.batch import Batch, BatchForm
 from tokenfeed.pipeline.feeding.delivery import Delivery, Feed, Pass
 from tokenfeed.pipeline.feeding.placement import (
     check_no_copies,
+    check_not_ahead,
     resolve_ranks,
     resolve_workers,
 )
@@ -295,10 +297,12 @@ class ShardLoader:
     def __iter__(self) -> Pass:
         check_no_copies()
         self._ranks.check_now()
+        if not self._begins_anew:
+            check_not_ahead(sys._getframe(1))
         if self._begins_anew and not self._is_resumed:
             self._begin(self._epoch)
         self._is_resumed = False
-        return Pass(self._deliver)
+        return Pass(self._delivery, self._deliver)
 
     def __getitem__(self, index: object) -> NoReturn:
         raise ConfigError(
@@ -592,7 +596,7 @@ class ShardLoader:
     def _sources(self) -> tuple[OpenedSplit, ...]:
         return self._sources_of(self._plan)
 
-    def _deliver(self) -> tuple[Batch, bool]:
+    def _deliver(self) -> Batch:
         return self._delivery.next(self._start_feed, self.epochs)
 
     def _begin(self, epoch: int) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path, PurePosixPath
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 from tokenfeed.pipeline import checks
@@ -295,6 +296,23 @@ def resolve_workers(num_workers: int | Literal["auto"], *, least: int = 0) -> in
             "Python to start them with. `num_workers`=0 needs none."
         )
     return checked
+
+
+def is_of_lightning(frame: FrameType) -> bool:
+    """Return whether a function of the Trainer of Lightning runs in a frame."""
+    name = str(frame.f_globals.get("__name__"))
+    return name.startswith(("lightning.pytorch.", "pytorch_lightning."))
+
+
+def check_not_ahead(reader: FrameType) -> None:
+    """Raise a ConfigError if the Trainer of Lightning itself iterates over a loader of the training
+    split: it saves the state of the loader, and may have fetched a batch ahead."""
+    if is_of_lightning(reader):
+        raise ConfigError(
+            "the Trainer of Lightning fetches one batch ahead, so a run that resumes from its "
+            "checkpoints would lose that batch. Pass `StatefulShardLoader(loader)` of "
+            "`tokenfeed.integrations.dataloader` to it, or a ShardDataModule."
+        )
 
 
 def check_no_copies() -> None:

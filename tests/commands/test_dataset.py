@@ -72,6 +72,21 @@ def test_dataloader_that_collates_slices_is_refused(small_folder: Path) -> None:
         list(DataLoader(ShardDataset(small_folder, Padded(2048))))
 
 
+def test_accelerate_that_would_divide_slices_is_refused(small_folder: Path) -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+
+    def prepared(**settings: Any) -> Any:
+        configuration = DataLoaderConfiguration(**settings)
+        dataset = ShardDataset(small_folder, Padded(2048))
+        accelerator = Accelerator(cpu=True, dataloader_config=configuration)
+        return accelerator.prepare(DataLoader(dataset, batch_size=None))
+
+    with pytest.raises(ConfigError, match="Leave its DataLoader out of `prepare`"):
+        next(iter(prepared()))
+    assert len(list(prepared(dispatch_batches=False))) > 0  # one rank: nothing to divide
+
+
 def test_window_beyond_shared_memory_is_refused_in_one_line(
     small_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -169,6 +169,45 @@ def test_lightning_resumes_after_the_end_of_an_epoch(
         assert rest.trained
 
 
+@pytest.mark.parametrize("limit", [1.0, 8])
+def test_lightning_resumes_after_the_batch_that_was_trained_last(
+    both_splits: Path, tmp_path: Path, limit: float
+) -> None:
+    """With a length that Lightning knows, and one that it does not: then it fetches a batch ahead.
+    The state is saved in training and after it."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    def run(data: StatefulShardLoader, steps: int, checkpoint: Path | None = None) -> Any:
+        model = new_model()
+        ours = trainer(
+            tmp_path,
+            max_steps=steps,
+            limit_train_batches=limit,
+            enable_checkpointing=True,
+            callbacks=[ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)],
+        )
+        ours.fit(model, data, ckpt_path=checkpoint)
+        ours.save_checkpoint(tmp_path / f"after {steps}.ckpt")
+        return model.trained
+
+    def opened() -> StatefulShardLoader:
+        return StatefulShardLoader(ShardLoader(both_splits, **BATCHES), lambda batch: [batch])
+
+    expected = [batch.rows.tolist() for batch in ShardLoader(both_splits, **BATCHES)]
+    data = opened()
+    assert run(data, 3) == expected[:3]
+    for saved in ("step=2.ckpt", "after 3.ckpt"):
+        assert run(opened(), 6, tmp_path / saved)[-3:] == expected[3:6]
+    assert run(data, 2) == expected[3:5]  # the same loader goes on
+
+
+def test_loader_without_adapter_is_refused_by_the_trainer_of_lightning(
+    both_splits: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"Pass `StatefulShardLoader\(loader\)`"):
+        trainer(tmp_path, max_steps=1).fit(new_model(), ShardLoader(both_splits, **BATCHES))
+
+
 def test_fabric_saves_the_state_after_the_last_batch(both_splits: Path, tmp_path: Path) -> None:
     """Fabric does not fetch ahead, also where the length is unknown."""
     from lightning.fabric import Fabric

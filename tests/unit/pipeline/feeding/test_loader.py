@@ -414,6 +414,14 @@ def test_a_pass_that_has_ended_stays_ended(small_folder: Path) -> None:
     assert len(list(loader)) > 0
 
 
+def test_iterators_of_one_pass_end_together(small_folder: Path) -> None:
+    loader = open_loader(small_folder, **OPTIONS)
+    first, second = iter(loader), iter(loader)
+    shared = [next(first), next(second), *first]
+    assert [spans(batch) for batch in shared] == whole(small_folder)
+    assert next(second, None) is None
+
+
 def test_an_iteration_keeps_the_epoch_it_began_with(small_folder: Path) -> None:
     dataset = ShardDataset(small_folder, Padded(2048), window_tokens=5_000)
     shares = iter(dataset)
