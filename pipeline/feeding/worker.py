@@ -44,7 +44,7 @@ _GROWTH = 1.25  # factor by which a buffer grows beyond the required size
 _PAGE = 1 << 21
 _SCHEDULING = Path("/proc/self/schedstat")
 
-_REFUSALS = (errno.ENOMEM, errno.ENOSPC, errno.EFBIG)
+_REFUSALS = (errno.ENOMEM, errno.ENOSPC, errno.EFBIG, errno.EMFILE, errno.ENFILE)
 _USE_LESS = "Use fewer workers (`num_workers`), or raise the limits that `ulimit -a` names."
 
 Register = Callable[[mmap.mmap], Callable[[], None]]
@@ -268,7 +268,20 @@ def _refusals_explained(size: int) -> Iterator[None]:
 
 
 def _memory_file() -> IO[bytes]:
-    """Return a file without a name that other processes can map. On Linux it is in memory."""
+    """Return a file without a name that other processes can map. On Linux it is in memory.
+
+    A child has 0 to 2 of its own. This process may have closed them, so that a new file gets one.
+    """
+    file = _unnamed_file()
+    if file.fileno() > 2:
+        return file
+    import fcntl  # not on Windows, where there are no workers
+
+    with file:
+        return os.fdopen(fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, 3), "w+b")
+
+
+def _unnamed_file() -> IO[bytes]:
     if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("tokenfeed"), "w+b")
     return tempfile.TemporaryFile()

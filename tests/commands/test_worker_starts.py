@@ -97,6 +97,16 @@ def test_no_temporary_folder_is_needed(folder: Path, monkeypatch: pytest.MonkeyP
     assert deliver(folder, num_workers=1)
 
 
+def test_no_standard_input_is_needed(folder: Path) -> None:
+    kept = os.dup(0)
+    os.close(0)  # as some daemons do: the next file gets the number
+    try:
+        assert deliver(folder, num_workers=1)
+    finally:
+        os.dup2(kept, 0)
+        os.close(kept)
+
+
 def test_each_descriptor_that_is_refused_is_an_error_in_one_line(
     folder: Path, limit: Callable[[int, int], None]
 ) -> None:
@@ -157,6 +167,7 @@ def test_memory_that_is_refused_to_a_worker_is_an_error_and_no_bug(
     ("number", "error", "message"),
     [
         (errno.ENOMEM, LoaderError, r"[\d,]+ bytes .*Cannot allocate memory.*`num_workers`"),
+        (errno.EMFILE, LoaderError, r"[\d,]+ bytes .*Too many open files.*`ulimit -a`"),
         (errno.EBADF, OSError, "Bad file descriptor"),  # our bug: a traceback
     ],
 )
