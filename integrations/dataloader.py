@@ -190,9 +190,9 @@ def _fetches_ahead() -> bool:
     of batches. Lightning does not mark a loader that it iterates in another way."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and is_of_lightning(frame):
-        fetcher = frame.f_locals.get("self")
+        fetcher: Any = frame.f_locals.get("self")
         if getattr(fetcher, "prefetch_batches", 0):
-            return fetcher.length is None
+            return bool(fetcher.length is None)
         frame = frame.f_back
     return False
 
