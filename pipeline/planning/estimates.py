@@ -23,6 +23,7 @@ from tokenfeed.pipeline.planning.batching import deal_rounds, plan_window
 from tokenfeed.pipeline.planning.permutation import parts_of
 from tokenfeed.pipeline.planning.plan import Plan
 from tokenfeed.pipeline.planning.policies import random_order
+from tokenfeed.pipeline.planning.schedule import ENDLESS
 
 
 def estimate_rounds(plan: Plan, sources: tuple[OpenedSplit, ...], world_size: int) -> int:
@@ -189,26 +190,31 @@ _OFF = 0.05
 
 
 def off(plan: Plan, sources: tuple[OpenedSplit, ...], *, begins: int = 0) -> str | None:
-    """Return a warning if a stage is so short that whole record batches cannot have its weights;
-    else None. Only stages from token `begins` of the run on count."""
+    """Return a warning if a stage, or an epoch of a mixture, is so short that whole record batches
+    cannot have its weights; else None. Only stages from token `begins` of the run on count."""
     order, found = plan.order, []
-    for nth, (stage, first) in enumerate(zip(plan.stages, order.first_windows, strict=False)):
-        if stage.until is None or stage.begins < begins:
+    for nth, (stretch, first) in enumerate(zip(order.stretches, order.first_windows, strict=True)):
+        is_past = bool(plan.stages) and plan.stages[nth].begins < begins
+        if is_past or stretch.is_once or stretch.num_windows == ENDLESS:
             continue
-        starts, stops = order.places(first), order.places(first + stage.num_windows - 1)
+        starts, stops = order.places(first), order.places(first + stretch.num_windows - 1)
         sizes = {n: float(order.sources[n].mean_tokens) for n in starts}
         tokens = {n: (stops[n][1] - starts[n][0]) * size for n, size in sizes.items()}
-        weights = order.stretches[nth].weights
+        weights = stretch.weights
         for n in starts:
             share, due = tokens[n] / sum(tokens.values()), weights[n] / sum(weights.values())
             found.append((abs(share - due), nth + 1, n, share, due, max(sizes.values())))
     deviation, nth, n, share, due, largest = max(found, default=(0.0, 0, 0, 0.0, 0.0, 0.0))
     if deviation <= _OFF:
         return None
+    what, longer = "an epoch", ""
+    if plan.stages:
+        what = f"stage {nth}"
+        longer = f"make the stage at least {largest / _OFF:,.0f} tokens long, or "
     return (
-        f"stage {nth} is short. It reads whole record batches, so {share:.0%} of its tokens are of "
-        f"{sources[n].name}, not {due:.0%}. Make the stage at least {largest / _OFF:,.0f} tokens "
-        "long, or run `pretokenize` with a smaller `--shard-size`."
+        f"{what} is short. It reads whole record batches, so {share:.0%} of its tokens are of "
+        f"{sources[n].name}, not {due:.0%}. For closer shares, {longer}run `pretokenize` with a "
+        "smaller `--shard-size`."
     )
 
 

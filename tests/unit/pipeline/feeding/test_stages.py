@@ -528,6 +528,8 @@ def test_short_stage_warns_of_the_shares_that_whole_record_batches_give(
     assert abs(tokens[0] / sum(tokens) - 0.7) > 0.05
     loader.close()
     open_loader([Stage(weights, until_tokens=3_000), Stage(weights)], SMALL, **OPTIONS)
+    with pytest.warns(UserWarning, match="an epoch is short"):
+        open_loader(Mixture({first: 0.9, second: 0.1}, exhausted="stop"), SMALL, **OPTIONS)
 
 
 def test_reweigh_returns_its_beginning_and_warns_of_a_long_delay(folders: list[Path]) -> None:
