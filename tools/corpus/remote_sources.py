@@ -45,22 +45,17 @@ def is_saved(names: Collection[str]) -> bool:
     return _SPLITS in names or {_SET, _INFO} <= set(names)
 
 
-def saved_entries(
-    folder: str, names: list[str], split: str | None
-) -> list[tuple[str, str | None]] | None:
-    """Return the splits or files that a data set of `datasets` lists, each with its split. None for
-    any other folder.
+def saved_entries(folder: str, names: list[str], split: str | None) -> list[tuple[str, str | None]]:
+    """Return the splits or files that a data set of `datasets` lists, each with its split.
 
     Args:
-        folder: The folder.
+        folder: A folder for which `is_saved` is true.
         names: The names in the folder.
         split: The split of the folder.
 
     Raises:
-        CorpusError: The folder is a saved data set, but cannot be read, or lacks a listed file.
+        CorpusError: The list cannot be read, or the folder lacks a listed file.
     """
-    if not is_saved(names):
-        return None
     index, key = (_SPLITS, "splits") if _SPLITS in names else (_SET, "_data_files")
     try:
         listed = json.loads(Path(folder, index).read_bytes())[key]

@@ -349,13 +349,13 @@ class _InputSearch:
                 raise CorpusError(f"{root}: {NOT_A_CORPUS}")
             logger.info("%s: left out, it is a data set of pretokenize", folder.name)
             return
-        saved = None
-        if is_saved(names):
-            paths = {each: os.path.join(folder.name, each) for each in names}
-            if is_saved([each for each in names if not self._excluded(root, paths[each])]):
-                saved = saved_entries(folder.name, names, folder.split)
-        unlisted = [(name, folder.split) for name in names if not is_hidden(name)]
-        for name, split in unlisted if saved is None else saved:
+        entries = [(name, folder.split) for name in names if not is_hidden(name)]
+        is_listed = is_saved(names) and is_saved(
+            [name for name in names if not self._excluded(root, os.path.join(folder.name, name))]
+        )
+        if is_listed:
+            entries = saved_entries(folder.name, names, folder.split)
+        for name, split in entries:
             entry, path = found[name], os.path.join(folder.name, name)
             if self._excluded(root, path):
                 continue
@@ -367,7 +367,7 @@ class _InputSearch:
                 real = os.path.realpath(path, strict=True) if entry.is_symlink() else real
             except OSError as error:
                 raise _unreadable(path, error) from error
-            yield _Found(path, real, path, split, is_folder, is_listed=saved is not None)
+            yield _Found(path, real, path, split, is_folder, is_listed)
 
     def _excluded(self, root: str, *paths: str) -> bool:
         """Return whether a pattern matches one of the paths, of which each is in the next."""

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -119,15 +120,10 @@ def class_names(records: object) -> tuple[tuple[str, tuple[str, ...]], ...]:
 
 
 def stdin_blocks() -> Iterator[bytes]:
-    """Yield the content of standard input.
-
-    Raises:
-        CorpusError: Standard input is closed.
-    """
+    """Yield the content of standard input. Raises CorpusError if it is closed."""
     if sys.stdin is None:
         raise CorpusError("`-`: standard input is closed.")
-    while block := sys.stdin.buffer.read(_BLOCK_BYTES):
-        yield block
+    yield from iter(partial(sys.stdin.buffer.read, _BLOCK_BYTES), b"")
 
 
 def json_lines(name: str, records: object, fields: Fields, *, named: int = 0) -> Iterator[bytes]:

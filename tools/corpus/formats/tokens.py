@@ -84,11 +84,6 @@ class _Tokens:
     can_cut: bool = True
     """Whether rows in the middle are found without reading the index from its beginning."""
 
-    def ids(self, start: int, count: int) -> np.ndarray:
-        """Return some ids."""
-        place = self.first_byte + start * self.dtype.itemsize
-        return read_array(self.source.path, self.dtype, place, count)
-
     def rows(self, row: int, start: int, stop: int) -> Iterator[np.ndarray]:
         """Yield the lengths of the rows between two ids. Empty rows at the end of a part belong to
         the next part.
@@ -472,7 +467,9 @@ def _read(part: FilePart, fields: Fields) -> Iterator[Records]:
                 reason = f"field `input_ids` {too_long(count * width, most * width)}"
                 yield replace(rejected(row, fields, reason), weight_bytes=count * width)
             else:
-                rows = Ragged(tokens.ids(at, count), lengths[done : done + some])
+                place = tokens.first_byte + at * width
+                ids = read_array(part.source.path, tokens.dtype, place, count)
+                rows = Ragged(ids, lengths[done : done + some])
                 numbers = np.arange(row, row + some, dtype=np.uint64)
                 yield Records(numbers, dict.fromkeys(fields, rows), weight_bytes=count * width)
             row, at, done = row + some, at + count, done + some
