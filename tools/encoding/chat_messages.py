@@ -148,10 +148,20 @@ def read_messages(value: Any) -> list[Message]:
             value = json.loads(value)
         except (ValueError, RecursionError):
             raise Unusable("is a text, expected a list of messages") from None
+    if isinstance(value, dict):
+        value = _listed(value)
     if not isinstance(value, list) or not value:
         shown = "an empty list" if value == [] else type(value).__name__
         raise Unusable(f"is {shown}, expected a list of messages")
     return [_message(raw, f"message {number}") for number, raw in enumerate(value, 1)]
+
+
+def _listed(value: dict[str, Any]) -> Any:
+    """Return messages that `datasets` stored as a Sequence: an object of lists of one length."""
+    lists = [*value.values()]
+    if not all(isinstance(each, list) and len(each) == len(lists[0]) for each in lists):
+        return value
+    return [dict(zip(value, row, strict=True)) for row in zip(*lists, strict=True)]
 
 
 def _text(message: Message) -> str:

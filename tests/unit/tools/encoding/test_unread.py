@@ -236,6 +236,14 @@ def test_objects_have_the_messages_of_their_files(kind: str, tmp_path: Path, mod
     assert texts == [f"{begin}{{'a': 1}}<|endoftext|>", f"{begin}{{'b': 2}}<|endoftext|>"]
 
 
+def test_messages_stored_as_an_object_of_lists_are_read(tmp_path: Path, model: Path) -> None:
+    """As a Sequence of `datasets`."""
+    lists = {"from": ["human", "gpt"], "value": ["q", "a"]}
+    short = {**lists, "value": ["q"]}
+    records = [{"conversations": each} for each in (lists, short)]
+    assert run(records, tmp_path, model)[1] == ["a<|endoftext|>"]
+
+
 def test_other_names_of_labels_and_tools_are_a_warning(tmp_path: Path, model: Path) -> None:
     record = {"messages": [user("q"), answer("a")], "kto_tag": False, "functions": [{"name": "f"}]}
     done = run([record], tmp_path, model)[2]
