@@ -389,11 +389,11 @@ class ChatTemplate:
                     f"message {turn + 1}: it is not certain where it begins and ends, because the "
                     f"template renders it otherwise in a longer conversation. {self._remedy}"
                 )
-            if header := self._header(conversation, turn, before, text):
+            before += self._header(conversation, turn, before, text)
+            if not until.startswith(before):
                 raise Unusable(
-                    f"message {turn + 1}: the template begins it with {header[:_SHOWN]!r}, which "
-                    "would be learnt, because it is no generation prompt. Write it also if "
-                    f"add_generation_prompt is true. Or: {self._remedy}"
+                    f"message {turn + 1}: it is not certain where it begins, because the template "
+                    f"writes no generation prompt before it. {self._remedy}"
                 )
             stops = self.special.finditer(until, len(before))
             ends = (stop.end() for stop in stops if not until[stop.end() :].strip())
@@ -422,7 +422,9 @@ class ChatTemplate:
 
     def _header(self, conversation: Conversation, turn: int, before: str, text: str) -> str:
         """Return what the template writes between the messages before a message of the assistant
-        and its content, if it has no generation prompt there."""
+        and any content, if it has no generation prompt there; a mark if that is not certain. White
+        space belongs to the content.
+        """
         content = conversation.messages[turn].get("content")
         said = content.strip() if isinstance(content, str) else ""
         if said and text[len(before) :].lstrip().startswith(said):
@@ -433,7 +435,10 @@ class ChatTemplate:
         )
         with suppress(Unusable):
             if mark and self._text(conversation.until(turn)) == before:
-                return self._text(answered).removeprefix(before).partition(mark)[0].strip()
+                header, *others = self._text(answered).removeprefix(before).split(mark)
+                if len(others) != 1:  # it has the content, too
+                    return mark
+                return header if header.strip() else ""
         return ""
 
     def _by_another(

@@ -357,10 +357,13 @@ def test_the_assistant_may_begin_if_a_template_needs_a_message() -> None:
 
 def test_a_header_that_is_no_generation_prompt_is_not_learnt() -> None:
     source = CHATML.replace("{% if add_", "{% if messages[-1].role == 'user' and add_")
-    user, answer = ({"role": role, "content": "a"} for role in ("user", "assistant"))
-    samples = encode(source, [[user, answer], [user, answer, answer]])
-    assert samples.unusable.keys() == {1}
-    assert "message 3: the template begins it with '<|im_start|>assistant'" in samples.unusable[1]
+    messages = [{"role": role, "content": role[:1]} for role in ("user", "assistant", "assistant")]
+    answer = [("text", "a"), ("stop", "<|im_end|>")]
+    assert pieces_of(source, messages) == [("user", "u"), *answer, *answer]
+    source = source.replace(
+        "+ message.role", "+ (message.content if loop.index > 2) ~ message.role"
+    )
+    assert "message 3: it is not certain" in encode(source, [messages]).unusable[0]
 
 
 def test_a_token_over_a_seam_has_its_first_kind_and_is_counted() -> None:
