@@ -436,9 +436,9 @@ class ChatTemplate:
         with suppress(Unusable):
             if mark and self._text(conversation.until(turn)) == before:
                 header, *others = self._text(answered).removeprefix(before).split(mark)
-                if len(others) != 1:  # it has the content, too
+                if len(others) > 1:  # it has the content, too
                     return mark
-                return header if header.strip() else ""
+                return header if others and header.strip() else ""
         return ""
 
     def _by_another(
