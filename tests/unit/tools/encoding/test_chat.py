@@ -615,7 +615,7 @@ BAD: list[tuple[Any, str]] = [
     ([], "is an empty list, expected a list of messages"),
     ("hello", "is a text, expected a list of messages"),
     (None, "is null, expected a text, a list or an object"),
-    (SHORT[0][:1], "has nothing to learn: the assistant says nothing"),
+    ([SHORT[0][0], {"role": "tool", "content": "a"}], "has nothing to learn: the assistant says"),
     (
         [SHORT[0][0], {"role": "assistant", "content": "<|im_end|>"}],
         "message 2 has the text of the special token '<|im_end|>'; see --special-tokens-in-text",
