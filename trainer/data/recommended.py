@@ -49,9 +49,9 @@ _EVALUATION_SHARE = 0.05 * 3
 step."""
 _EVALUATIONS = (2, 20)
 """Fewest and most evaluations of a run, besides the one before its first step."""
-_ENOUGH_TOKENS, _MOST_TOKENS = 200_000, 1_000_000
-"""Tokens of an evaluation. With more than the first number, more evaluations are better. With the
-second number, the loss has an error below 0.003."""
+_LEAST_TOKENS, _ENOUGH_TOKENS, _MOST_TOKENS = 2048, 200_000, 1_000_000
+"""Tokens of an evaluation. The first number costs hardly more than fewer. With more than the second
+number, more evaluations are better. With the third, the loss has an error below 0.003."""
 PROMPT_TOKENS, SAMPLE_TOKENS = 16, 48
 """Tokens of a sample's prompt from a document, and most tokens that a sample adds to its prompt."""
 _TOKENS_OF_PASS = 64
@@ -290,7 +290,7 @@ def _evaluations(
     often = {"validation": 1, "test": count}
     sizes = [manifest.splits[k].tokens / n for k, n in often.items() if k in manifest.splits]
     each = _EVALUATION_SHARE * trained / count
-    most = max(1, min(_MOST_TOKENS, int(max(each - sampled, each / 2))))
+    most = max(_LEAST_TOKENS, min(_MOST_TOKENS, int(max(each - sampled, each / 2))))
     if not any(sizes):
         return {}
     return {"eval_every": every} | ({"eval_tokens": most} if most < max(sizes) else {})

@@ -105,8 +105,8 @@ def announce(config: TrainConfig, world: World, settle: Settle | None = None) ->
             log_beginning(config, trainer.learner, shape, trainer.epoch, loader, 0)
             for line in _stages(trainer):
                 _log.info("%s", line)
+            _log.info("allocator of a GPU: %s", allocator(os.environ))
             if trainer.device.type != "cpu":
-                _log.info("allocator of a GPU: %s", allocator(os.environ))
                 peaks = world.all_gather(peak_of_step(trainer.learner, trainer.loaders))
                 known = [peak for peak in peaks if peak is not None]
                 fits = len(known) == len(peaks)
