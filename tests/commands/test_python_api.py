@@ -165,7 +165,8 @@ def test_a_conversation_that_is_nested_too_deeply_is_one_reject(
     request.addfinalizer(functools.partial(sys.setrecursionlimit, sys.getrecursionlimit()))
     sys.setrecursionlimit(1000)  # Python's default, which some libraries raise
     (tmp_path / "chat.jinja").write_text(
-        "{% for message in messages %}{{ message | tojson }}{% endfor %}"
+        "{% for message in messages %}"
+        "{% generation %}{{ message | tojson }}{% endgeneration %}{% endfor %}"
     )
     deep: Any = functools.reduce(lambda inner, _: {"a": inner}, range(700), 1)
     calls = ([{"function": {"name": "f", "arguments": each}}] for each in ({}, deep, {}))
