@@ -396,8 +396,12 @@ def _mark(copy: RunCopy, run_dir: Path) -> None:
     folder = str(run_dir.absolute())
     now = datetime.datetime.now().isoformat(" ", "seconds")
     mark = _Mark.of_run(run_dir) or _Mark(os.urandom(8).hex(), folder, now)
-    theirs = _Mark.decoded(copy.read(MARK_FILE))
-    if theirs is None:
+    if (content := copy.read(MARK_FILE)) is None:
+        # A run that was killed may have sent a mark that arrives only now, and is not to win.
+        copy.place.create(MARK_FILE, msgspec.json.encode(mark))
+        content = copy.read(MARK_FILE)
+    theirs = _Mark.decoded(content)
+    if theirs is None:  # damaged
         copy.place.write(MARK_FILE, msgspec.json.encode(mark))
     elif theirs != mark and (copy.steps() or theirs.run_dir != folder):
         raise _another_run(copy, theirs, run_dir)

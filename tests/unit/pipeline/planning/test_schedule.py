@@ -132,7 +132,7 @@ def test_stages_that_were_edited_and_resumed_three_times(part: int) -> None:
                 longer = future[-1].until
                 future = [replace(under_way[0], until=max(under_way[0].until or 0, longer or 0))]
             stages = history.then(future)
-            history.check(stages, {})
+            history.check(stages, {}, sizes)
             met = *history.data, *data_of(stages)
             data = [*dict.fromkeys((*met, *chance.sample(data, len(data))))]
         order = schedule_of(stages, sizes, data)
