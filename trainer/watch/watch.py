@@ -276,15 +276,15 @@ class Watch:
                 return watch._fetch_apart(fetch, iterator)
             if watch.thread != get_ident():
                 return fetch(iterator)
-            if watch._iterator() is not iterator and watch._evaluates(iterator):
+            is_same = watch._iterator() is iterator
+            if not is_same and watch._evaluates(iterator):
                 return watch._fetch_apart(fetch, iterator)
             try:
-                phase = "data" if watch._iterator() is iterator else watch._phase_of(iterator)
+                phase = "data" if is_same else watch._phase_of(iterator)
                 block.outer = outer = meter.phase
                 block.began = began = meter.end_segment(outer)
                 meter.phase, watch._inside = phase, block
-                is_timed = watch.run.steps % FETCHES == 1
-                computed = thread_time() if is_timed else 0.0
+                computed = thread_time() if watch.run.steps % FETCHES == 1 else 0.0
             except Exception as error:
                 watch._failed(error)
             try:
@@ -295,7 +295,7 @@ class Watch:
             try:
                 if watch._inside is block:
                     ended = meter.end_segment(phase)
-                    if is_timed:
+                    if computed:
                         meter.fetched(ended - began, thread_time() - computed)
                     meter.phase, watch._inside = outer, None
                     watch.run.known += ended - began
@@ -488,7 +488,8 @@ class Watch:
             self._calls_since_update += 1
             while self._followers:
                 self._followers.pop().steps = 0
-            self._count_work()
+            if self._stepping:
+                self._count_work()
             self._end_step()
         except Exception as error:
             self._failed(error)
