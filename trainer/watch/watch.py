@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from tokenfeed.trainer.stall.causes import Cause
 from tokenfeed.trainer.stall.cpu_work import is_of_handler
 from tokenfeed.trainer.stall.meter import WARMUP_STEPS, StallMeter
-from tokenfeed.trainer.stall.watchers import FETCHES, Loader
+from tokenfeed.trainer.stall.watchers import Loader
 from tokenfeed.trainer.watch.children import Child
 from tokenfeed.trainer.watch.lines import Activity, HostLines
 from tokenfeed.trainer.watch.patches import CALLS, Finder, Patches
@@ -152,6 +152,8 @@ class Watch:
         """Others that have stepped since its latest step."""
         self._trained: weakref.WeakKeyDictionary[Any, _Optimizer] = weakref.WeakKeyDictionary()
         self._calls_since_update = self._tokens = self._slots = 0
+        self._is_fetch_timed = False
+        """Whether to time how long the next fetch computes."""
         self._stepping = 0.0
         """When the step of an optimizer began, if no forward pass came before it."""
         self._training: Any = None
@@ -276,15 +278,14 @@ class Watch:
                 return watch._fetch_apart(fetch, iterator)
             if watch.thread != get_ident():
                 return fetch(iterator)
-            is_same = watch._iterator() is iterator
-            if not is_same and watch._evaluates(iterator):
+            phase: str | None = "data"
+            if watch._iterator() is not iterator and (phase := watch._begun_by(iterator)) is None:
                 return watch._fetch_apart(fetch, iterator)
             try:
-                phase = "data" if is_same else watch._phase_of(iterator)
                 block.outer = outer = meter.phase
                 block.began = began = meter.end_segment(outer)
                 meter.phase, watch._inside = phase, block
-                computed = thread_time() if watch.run.steps % FETCHES == 1 else 0.0
+                computed = thread_time() if watch._is_fetch_timed else 0.0
             except Exception as error:
                 watch._failed(error)
             try:
@@ -296,6 +297,7 @@ class Watch:
                 if watch._inside is block:
                     ended = meter.end_segment(phase)
                     if computed:
+                        watch._is_fetch_timed = False
                         meter.fetched(ended - began, thread_time() - computed)
                     meter.phase, watch._inside = outer, None
                     watch.run.known += ended - began
@@ -428,13 +430,14 @@ class Watch:
         return "data" if is_known else "maybe"
 
     @_guarded
-    def _evaluates(self, iterator: Any) -> bool:
-        """Begin an evaluation at a fetch without gradients, of data that no step was trained on.
-        Some scripts never call `eval()`. Return whether one has begun."""
-        if self.torch.is_grad_enabled() or self._phase_of(iterator) != "maybe":
-            return False
+    def _begun_by(self, iterator: Any) -> str | None:
+        """Return the phase of the first fetch of an iterator; None if it begins an evaluation: one
+        without gradients, of data that no step was trained on. Some scripts never call `eval()`."""
+        phase = self._phase_of(iterator)
+        if phase == "data" or self.torch.is_grad_enabled():
+            return phase
         self._evaluation = self.enter("evaluation")
-        return True
+        return None
 
     def _fetched_in_evaluation(self, loader: Any) -> None:
         """Begin a fetch in an evaluation. The first batch of the next epoch may be fetched before
@@ -696,6 +699,7 @@ class Watch:
             self._next_snapshot = now + _SNAPSHOT_S
             self._summary.write_snapshot(self._meter)
         is_rare = not (is_timing or self._ideal) and now - self._looked < _LOOK_S
+        self._is_fetch_timed = True
         self._looked, self._next_look = now, run.steps + (_LOOK_STEPS if is_rare else 1)
         if self._limits is not None:
             self._next_look = min(self._next_look, self._limits[1])
