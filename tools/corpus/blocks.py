@@ -237,7 +237,9 @@ _PACKINGS: dict[Compression, _Packing] = {
     "bz2": _Packing((".bz2",), b"BZh", bz2.BZ2Decompressor),
     "xz": _Packing((".xz",), b"\xfd7zXZ\0", lzma.LZMADecompressor),
 }
-COMPRESSIONS = {ending: name for name, packing in _PACKINGS.items() for ending in packing.endings}
+COMPRESSIONS: dict[str, Compression] = {
+    ending: name for name, packing in _PACKINGS.items() for ending in packing.endings
+}
 """By the last ending of a file name."""
 
 
