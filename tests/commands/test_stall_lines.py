@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,13 @@ def test_line_timer_agrees_with_stopwatch() -> None:
     assert found["tools"] == [None] * 6, "nothing stays on"
 
 
+def in_a_thread(loop: Callable[[], None]) -> None:
+    """Run a loop in a thread to its end."""
+    thread = threading.Thread(target=loop)
+    thread.start()
+    thread.join()
+
+
 def test_sampler_finds_the_loop_and_its_line() -> None:
     ends, result = list[int](), []
 
@@ -114,9 +122,7 @@ def test_sampler_finds_the_loop_and_its_line() -> None:
         found.close()
         result.extend(found.lines())
 
-    thread = threading.Thread(target=loop)
-    thread.start()
-    thread.join()
+    in_a_thread(loop)
     begin = loop.__code__.co_firstlineno
     found = {(each.line - begin, each.calls) for each in result}
     assert found == {(3, "wait_for_batch"), (4, "")}
@@ -153,9 +159,7 @@ def test_lines_that_train_are_left_out_and_wrappers_are_looked_through() -> None
         found.close()
         result.extend(found.lines())
 
-    thread = threading.Thread(target=loop)
-    thread.start()
-    thread.join()
+    in_a_thread(loop)
     begin = loop.__code__.co_firstlineno
     found = [(each.line - begin, each.calls, each.is_between) for each in result]
     assert found == [(6, "save_norms", True), (loss.__code__.co_firstlineno + 1 - begin, "", False)]

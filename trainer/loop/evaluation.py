@@ -1,4 +1,4 @@
-"""Evaluate splits: the loss and the scores of the model, on the same micro-batches each time.
+"""Evaluate splits: the loss and the scores of the model, on the same rows each time.
 
 Results go to the metrics file and the progress lines. The best step is noted.
 

@@ -380,7 +380,7 @@ def remedies(config: TrainConfig, task: Task) -> Mapping[str, str]:
         "steps": "train for more steps",
         "other": "leave `--profile` out, whose trace takes most of it"
         if config.profile
-        else "add `--profile`: its trace shows the code between steps",
+        else "add `--profile A:B`: its trace of the steps A to B shows the code between them",
     }
 
 

@@ -95,7 +95,7 @@ def test_exported_built_in_decoder_has_equal_logits_in_transformers(
         torch.testing.assert_close(got, theirs(input_ids=IDS).logits, rtol=1e-5, atol=1e-5)
     assert got.std() > 0.1  # the model has learnt something
     saved = [*folder.iterdir(), *(tmp_path / "run" / "checkpoints").glob("*/*")]
-    assert len({path.stat().st_mode for path in saved}) == 1  # whoever may read one may read all
+    assert len({path.stat().st_mode for path in saved}) == 1  # one mode for all files
     assert theirs.generate(IDS, max_new_tokens=3, do_sample=False).shape == (2, 15)
     continued = run(make_config(documents, tmp_path / "next", model=f"hf:{folder}", steps=1))
     before = Exported.of(folder)
