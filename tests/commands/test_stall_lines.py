@@ -150,7 +150,7 @@ def test_lines_that_train_are_left_out_and_wrappers_are_looked_through() -> None
 
     def loop() -> None:
         found = HostLines(threading.get_ident(), lambda: now[0], lambda: 0.0, lambda: len(ends))
-        for step in range(16):
+        for step in range(60):
             now[0] = "in the work"
             loss()
             now[0] = "between"
