@@ -2,12 +2,14 @@
 
     train_steps       the loop: for each step, its micro-batches, then the update
     add_gradients     forward and backward of one micro-batch
-    update            the learning rate, and the divisor that counts targets
+    update            the learning rate of the step
+    change_weights    the divisor that counts targets
     scale_and_clip    scale, clip, skip or update, free the gradients
 
 The loop moves tensors and decides nothing. It waits for the next batch, and for other ranks; the
 host never reads from the device. Everything occasional comes between two steps, in
-`trainer/loop/parts.py`.
+`trainer/loop/parts.py`. Under `--compile reduce-overhead`, `trainer/step_graphs.py` replays what
+`add_gradients` and `change_weights` have queued once.
 
 Gradients are those of the mean over a step's targets, whose number is known only at its end. So
 each loss is divided by a constant, and the end of the step multiplies the norm and the gradients by
@@ -33,6 +35,7 @@ from tokenfeed.trainer.optim.optimizer import set_learning_rate
 from tokenfeed.trainer.optim.precision import Precision
 from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.stall import Cause
+from tokenfeed.trainer.step_graphs import StepGraphs
 from tokenfeed.trainer.tasks.task import Loss
 
 _OF_DROPOUT = 1
@@ -114,6 +117,10 @@ def train_steps(
     """
     config, world, device = learner.config, learner.world, learner.device
     of_step = config.accumulation  # micro-batches of all ranks
+    add, change = add_gradients, update
+    if learner.runs_as_graphs:
+        graphs = StepGraphs(learner, add_gradients, change_weights)
+        add, change = graphs.add_gradients, graphs.update
     for step in steps:
         tally = Tally.zero(device)
         number, ends_step = step * of_step + world.rank, False
@@ -126,14 +133,14 @@ def train_steps(
                     world.all_reduce([torch.zeros((), device=device)])
             seed_dropout(config.seed, number, device)
             waiting = charge("communication") if learner.replicas else None
-            tally.add(add_gradients(learner, micro_batch, last=ends_step, waiting=waiting))
+            tally.add(add(learner, micro_batch, last=ends_step, waiting=waiting))
             tally.count(batch, micro_batch)
             number += world.size
         if world.size > 1:  # gradients are summed already
             with charge("communication"):
                 tally.sum_over(world)
         before_update()
-        norm = update(learner, step, tally.loss, tally.targets)
+        norm = change(learner, step, tally.loss, tally.targets)
         yield Trained(step, tally, norm)
 
 
@@ -196,6 +203,11 @@ def update(learner: Learner, step: int, loss: Tensor, targets: Tensor) -> Tensor
         targets: The number of targets.
     """
     set_learning_rate(learner.optimizer, learner.rate(step))
+    return change_weights(learner, loss, targets)
+
+
+def change_weights(learner: Learner, loss: Tensor, targets: Tensor) -> Tensor:
+    """Update the weights at the learning rate that is set; see `update`."""
     # NaN if the loss is not finite: by one kernel, where `isfinite` alone takes four.
     correction = torch.add(learner.divisor / targets.clamp(min=1), loss, alpha=0)
     clip_norm = learner.config.clip_norm

@@ -52,9 +52,17 @@ RUNS: dict[str, Entry] = {
 COMPILED: dict[str, Entry] = {"lm compiled": {"compile": True}}
 SPEEDS: dict[str, Entry] = {
     "before": {"without": [*REWRITES]},
+    "as CUDA graphs": {"compile": "reduce-overhead", "traced": False},
+    **{
+        f"of tiny, {name}": {"model": "tiny", "sequence_length": 256, "traced": False} | more
+        for name, more in {
+            "as CUDA graphs": {"compile": "reduce-overhead"},
+            "compiled": {},
+            "eager": {"compile": False},
+        }.items()
+    },
     **{f"without {name}": {"without": [name], "traced": False} for name in REWRITES},
     "of twice the rows": {"times": 2, "traced": False},
-    "of tiny, eager": {"model": "tiny", "compile": False, "traced": False},
 }
 """Settings of the steps that stand beside the plain one."""
 SPEED_SECONDS, LEAST_SECONDS = 480, 20
@@ -131,7 +139,8 @@ def run_part(
 ) -> Entry:
     """One part: what it measured and `passed`, or why it did not within some seconds."""
     what, _, case = name.partition(" ")
-    if options.device == "cpu" and (what in NEEDS_CUDA or case in COMPILED):
+    is_compiled = case in COMPILED or "reduce-overhead" in SPEEDS.get(case, {}).values()
+    if options.device == "cpu" and (what in NEEDS_CUDA or is_compiled):
         return {"part": name, "outcome": "skipped: no CUDA"}
     command = [sys.executable, *PARTS[name]]
     if what != "tests":

@@ -105,6 +105,12 @@ class MicroBatch:
         return self.ids_BT.numel()
 
     @property
+    def is_plain(self) -> bool:
+        """Whether micro-batches of this shape differ in ids, targets and positions only."""
+        is_bare = self.is_token_BT is None and self.token_types_BT is None and self.cache is None
+        return is_bare and self.scope == Scope(self.scope.causal)
+
+    @property
     def targets_B(self) -> Tensor:
         """The number of targets of each row, int64."""
         targets = self.targets

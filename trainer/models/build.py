@@ -19,7 +19,6 @@ from tokenfeed.trainer.config.run_config import (
     ALL_LINEAR,
     BY_NUMBERS,
     MOST_SHAPES,
-    CompileMode,
     TrainConfig,
 )
 from tokenfeed.trainer.config.values import flag_of
@@ -152,7 +151,7 @@ def weights_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def compile_model(model: nn.Module, mode: CompileMode | None = None) -> None:
+def compile_model(model: nn.Module, mode: str | None = None) -> None:
     """Compile a model in place when it is first used: a block once for all layers, and the parts
     around the blocks. A model without blocks is compiled as a whole. `mode` is torch.compile's."""
     from torch._dynamo import config as limits  # over a second, which only --compile pays
@@ -174,7 +173,7 @@ def compile_model(model: nn.Module, mode: CompileMode | None = None) -> None:
         model.__dict__["hidden"] = torch.compile(cast(Any, model).hidden, dynamic=False, mode=mode)
 
 
-def _compile_parts(module: nn.Module, blocks: set[nn.Module], mode: CompileMode | None) -> None:
+def _compile_parts(module: nn.Module, blocks: set[nn.Module], mode: str | None) -> None:
     """Compile the blocks below a module, and the largest parts without a block. Layers of torch are
     one kernel each, which a compiler does not improve."""
     for part in module.children():

@@ -58,8 +58,15 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return is_of_allocator or any(sign in str(error) for sign in _SIGNS)
 
 
+_MODES = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}
+"""The mode of torch.compile that does the same but for CUDA graphs."""
+
+
 class Learner:
     """A model in training."""
+
+    runs_as_graphs = False
+    """Whether a step is a few CUDA graphs: see `trainer/step_graphs.py`."""
 
     def __init__(
         self,
@@ -151,20 +158,33 @@ class Learner:
     def compile(self, micro_batches: list[MicroBatch], evaluated: list[MicroBatch]) -> None:
         """Compile the model for the shapes of some micro-batches, for training and evaluation,
         without training on them."""
-        mode = None if self.config.compile is True else self.config.compile or None
+        mode: str | None = None if self.config.compile is True else self.config.compile or None
+        has_graphs = mode is not None
+        if mode and self._has_one_step(micro_batches):
+            self.runs_as_graphs, has_graphs, mode = True, False, _MODES[mode]
         if not self.config.shard_model:
             from tokenfeed.trainer.models.gelu_products import fuse_gelu
 
             tokens = max(shown.num_slots for shown in micro_batches)
             fuse_gelu(self.model, tokens, self.precision.dtype)
         compile_model(self.model, mode)
-        self.task.is_compiled, self.task.has_graphs = True, mode is not None
+        self.task.is_compiled, self.task.has_graphs = True, has_graphs
         shapes = [shown.ids_BT.shape for shown in (*micro_batches, *evaluated)]
         listed = ", ".join(" x ".join(map(str, shape)) for shape in dict.fromkeys(shapes))
-        _log.info("compiles micro-batches of %s tokens%s", listed, f", {mode}" if mode else "")
+        chosen = "" if self.config.compile is True else f", {self.config.compile}"
+        whole = ", a step as CUDA graphs" if self.runs_as_graphs else ""
+        _log.info("compiles micro-batches of %s tokens%s%s", listed, chosen, whole)
         for shown in (*micro_batches, *evaluated):
             shown.scope.mark_dynamic()
         self.rehearse(micro_batches, evaluated)
+
+    def _has_one_step(self, micro_batches: list[MicroBatch]) -> bool:
+        """Return whether all steps queue the same kernels, which nothing but the next batch
+        interrupts. Others get the CUDA graphs of torch, for each part of the model."""
+        is_ours = self.config.model in SIZES and not self.config.recompute
+        has_graphs = self.device.type == "cuda" and torch.version.hip is None
+        is_one = len(micro_batches) == 1 and micro_batches[0].is_plain
+        return is_ours and has_graphs and is_one and self.world.size == 1
 
     def rehearse(
         self,
