@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.tools.shell.command_line import WholeNumber, parse_command, text
+from tokenfeed.tools.shell.console import run_command
 from tokenfeed.trainer.config.values import flag_of
 
 _PROG = "tokenfeed stall"
@@ -42,15 +43,17 @@ class Stall:
 
 def main() -> None:
     """Run the command `stall`."""
+    own, script = _split(sys.argv[1:])
+    if not {"-h", "--help"}.isdisjoint(own):
+        run_command(lambda: _run(own, script))
     try:
-        _run(sys.argv[1:])
+        _run(own, script)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
 
-def _run(words: list[str]) -> None:
-    own, script = _split(words)
+def _run(own: list[str], script: list[str]) -> None:
     options = parse_command(Stall, _PROG, [*own, "--", *script[:1]])
     if options.ideal_loader < 0:
         raise ConfigError(f"`--ideal-loader {options.ideal_loader}`: expected a number of steps.")

@@ -93,8 +93,12 @@ def test_ctrl_c_before_a_command_has_imported_itself_prints_nothing(command: str
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_full_stdout_is_named(unbuffered: str) -> None:
-    command = [sys.executable, "-m", "tokenfeed", "--version"]
+@pytest.mark.parametrize(
+    "words",
+    ["--version", "train --help", "train --help-all", "shards cat --help", "stall --help"],
+)
+def test_full_stdout_is_named(words: str, unbuffered: str) -> None:
+    command = [sys.executable, "-m", "tokenfeed", *words.split()]
     with open("/dev/full", "w") as full:
         result = subprocess.run(
             command,

@@ -226,6 +226,10 @@ class _Parser(argparse.ArgumentParser):
                 group.add_argument(no, dest=name, help=hidden, action="store_const", const=False)
             self._placeholders[flag] = how.get("metavar", "")
 
+    def print_help(self, file: object = None) -> None:
+        """Print the help. argparse would drop the errors of stdout."""
+        print(self.format_help(), end="", flush=True)
+
     def error(self, message: str) -> NoReturn:
         """Raise the error as a ConfigError."""
         flag = re.split("[/:]", message.removeprefix("argument "))[0]
