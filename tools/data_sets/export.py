@@ -19,6 +19,7 @@ from pyarrow import csv, parquet
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format import schema
+from tokenfeed.pipeline.format.kinds import REJECTED
 from tokenfeed.pipeline.format.manifest import Manifest, read_checked
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.storage import atomic_folder
@@ -79,7 +80,7 @@ def export_data_set(path: str, folder: Path, to: Format) -> dict[str, Any]:
     with atomic_folder(folder) as temporary, Bar(sizes) as bar:
         for name in splits:
             size = manifest.tokenizer.vocabulary_size
-            FORMATS[to](_Split(store, manifest, name, size, bar), temporary / name)
+            FORMATS[to](_Split(store, manifest, name, size, to, bar), temporary / name)
     return {
         "to": str(folder),
         "format": to,
@@ -97,6 +98,7 @@ class _Split(NamedTuple):
     manifest: Manifest
     name: str
     vocabulary_size: int
+    to: Format
     bar: Bar
 
     def rows(self, ids: BinaryIO | None = None, dtype: Any = None) -> Iterator[schema.Rows]:
@@ -106,11 +108,23 @@ class _Split(NamedTuple):
             reader = ShardReader.open(self.store, self.manifest, info)
             for batch in range(info.batches):
                 rows, _ = reader.read(batch)
+                if self.to != "parquet" and schema.KINDS in rows.per_token:
+                    self._refuse_pairs(rows.per_token[schema.KINDS])
                 if ids:
                     ids.write(np.ascontiguousarray(rows.ids, dtype).data)
                 yield rows
                 self.bar.advance(Done(info.bytes * len(rows.ids) / info.tokens, len(rows.ids)))
             self.bar.count_unit()
+
+    def _refuse_pairs(self, kinds: np.ndarray) -> None:
+        """Refuse rows that hold a rejected conversation behind the chosen one: a model would learn
+        both as one text."""
+        if (kinds & REJECTED).any():
+            raise ConfigError(
+                f"{self.store.name}: its rows are pairs, and {self.to} would join the rejected "
+                "answer to the chosen one. Use `--to parquet`, which keeps `kinds`, or pretokenize "
+                "the chosen answers alone: --field prompt=NAME completion=NAME, or messages=NAME."
+            )
 
 
 def _megatron(split: _Split, path: Path) -> None:

@@ -15,6 +15,7 @@ from support.data_sets import byte_tokenizer, lists_of, random_rows, write_rows
 
 import tokenfeed
 from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
+from tokenfeed.pipeline.format.kinds import REJECTED
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import Task, task_columns
 from tokenfeed.tools.data_sets.export import FORMATS, Format, export_data_set
@@ -152,6 +153,20 @@ def test_parquet_keeps_every_column_and_others_say_what_they_leave_out(
         found = found.flatten() if name in rows.per_token else found
         np.testing.assert_array_equal(found.to_numpy(zero_copy_only=False), values)
     assert column in export_data_set(str(data), tmp_path / "bin", "megatron")["left_out"]
+
+
+@pytest.mark.parametrize("to", READERS)
+def test_pairs_are_exported_with_their_kinds_or_not_at_all(to: Format, tmp_path: Path) -> None:
+    """The rejected answer followed the chosen one, as one text to learn."""
+    rows = random_rows(np.full(40, 20), "chat")
+    rows.per_token["kinds"].reshape(40, 20)[:, 10:] |= REJECTED
+    data = write_rows(tmp_path / "data", {"train": rows}, 1000, task="chat")
+    if to == "parquet":
+        assert export_data_set(str(data), tmp_path / "out", to)["left_out"] == []
+        return
+    with pytest.raises(ConfigError, match=f"pairs, and {to} would join .* Use `--to parquet`"):
+        export_data_set(str(data), tmp_path / "out", to)
+    assert not (tmp_path / "out").exists()
 
 
 def test_damage_makes_no_folder(tmp_path: Path) -> None:
