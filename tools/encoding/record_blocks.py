@@ -22,6 +22,7 @@ from tokenfeed.pipeline.format.manifest import (
     ShardInfo,
     length_histogram,
 )
+from tokenfeed.pipeline.format.schema import LABEL, LABELS, Rows
 from tokenfeed.pipeline.format.storage import atomic_file
 from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.records import Records
@@ -67,6 +68,8 @@ class UnitResult:
     """Number of texts that only the reference encoded."""
     counts: dict[str, int] = field(default_factory=dict)
     """Counts by the task, by name."""
+    labels: dict[str, list[int]] = field(default_factory=dict)
+    """The numbers of the labels that rows have, for each split; -100 stands for no label."""
 
     @property
     def files(self) -> tuple[FileInfo, ...]:
@@ -109,6 +112,7 @@ class Ledger:
         self._file: IO[bytes] | None = None
         self._digest, self._num_bytes = xxhash.xxh3_64(), 0
         self._histograms: dict[str, np.ndarray] = {}
+        self._labels: dict[str, np.ndarray] = {}
         self._first = unit.parts[0].source.index
         num_sources = unit.parts[-1].source.index - self._first + 1
         self._by_source = np.zeros((num_sources, 4), np.int64)
@@ -124,9 +128,11 @@ class Ledger:
         """Count records beyond `--limit` by their source, shape (R,)."""
         self._by_source[:, 3] += np.bincount(sources - self._first, None, len(self._by_source))
 
-    def count_lengths(self, split: str, lengths: np.ndarray) -> None:
-        """Count the rows that were written to a split."""
-        self._histograms[split] = self._histograms.get(split, 0) + length_histogram(lengths)
+    def count_rows(self, split: str, rows: Rows) -> None:
+        """Count the rows that were written to a split by length, and collect their labels."""
+        self._histograms[split] = self._histograms.get(split, 0) + length_histogram(rows.lengths)
+        found = rows.per_row.get(LABEL, rows.per_token.get(LABELS, np.empty(0, np.int64)))
+        self._labels[split] = np.union1d(self._labels.get(split, found), found)
 
     def reject(self, source: int, record: int, reason: str) -> None:
         """Count a rejected record.
@@ -206,6 +212,7 @@ class Ledger:
             engine=engine,
             routed=self.routed,
             counts=dict(self.counts),
+            labels={split: labels.tolist() for split, labels in self._labels.items()},
         )
 
 

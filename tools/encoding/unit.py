@@ -171,7 +171,7 @@ class UnitEncoder:
                         writer = ShardWriter(folder, file, size, columns, is_shared=True)
                         writers[split] = stack.enter_context(writer)
                     writers[split].append(rows)
-                    ledger.count_lengths(split, rows.lengths)
+                    ledger.count_rows(split, rows)
                 ledger.write_rejects()
             if len(writers) > 1:  # to wait for the disk once, and not for each shard
                 for _ in results_of(ShardWriter.close, [*writers.values()], len(writers)):

@@ -12,11 +12,14 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenizerError
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, Manifest, read_checked
+from tokenfeed.pipeline.format.schema import IGNORED
 from tokenfeed.tools.corpus.spool import Spool
 from tokenfeed.tools.encoding.chat_messages import UNREAD_KEY
+from tokenfeed.tools.encoding.limit import TRAIN
 from tokenfeed.tools.encoding.record_blocks import UnitResult
 from tokenfeed.tools.jobs.run_records import (
     WHOLE,
@@ -178,7 +181,24 @@ def _encode(run: Prepared, records: RunRecords) -> Manifest:
         raise failure
     manifest = commit(run, results)
     remove_records(run.output)
+    _warn_of_labels(manifest.label_names, results)
     return manifest
+
+
+def _warn_of_labels(names: tuple[str, ...], results: list[UnitResult]) -> None:
+    """Warn of labels that some rows have, but none in the split train."""
+    found: dict[str, set[int]] = {}
+    for split, labels in chain.from_iterable(result.labels.items() for result in results):
+        found.setdefault(split, {IGNORED}).update(labels)
+    learnt = found.pop(TRAIN, set())
+    if learnt and (others := sorted(set().union(*found.values()) - learnt)):
+        logger.warning(
+            "%s of %s labels, like %s, have no row in the split train, only in %s. A model gets an "
+            "output for each of them and does not learn it: move records to train, or leave them "
+            "out",
+            *(f"{len(others):,}", f"{len(names):,}", names[others[0]]),
+            ", ".join(split for split, labels in found.items() if labels & {*others}),
+        )
 
 
 def _no_document(run: Prepared, results: list[UnitResult]) -> CorpusError:

@@ -284,6 +284,26 @@ def test_labels_that_cannot_be_numbered_are_one_error(tmp_path: Path) -> None:
             label_names(labels_in_files(tmp_path / f"{number}", labels), kind=kind)
 
 
+@pytest.mark.parametrize("task", ["classify", "tag"])
+def test_labels_that_no_row_of_train_has_are_named(
+    task: str, tmp_path: Path, tokenizer: Path
+) -> None:
+    """Each became an output of the head, and nothing said so."""
+    labels = {"train": ["a", "b"], "validation": ["b", "c"], "test": ["d"]}
+    for split, found in labels.items():
+        rows = (
+            {"text": each, "label": each, "tokens": [each, "x"], "tags": [each, "a"]}
+            for each in found
+        )
+        (tmp_path / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    options = ("--task", task, "--tokenizer", tokenizer)
+    made = run(*(tmp_path / f"{split}.jsonl" for split in labels), tmp_path / "mixed", *options)
+    assert "in the split train" not in made.stderr
+    made = run(tmp_path, tmp_path / "out", *options, "--exclude", "mixed")
+    said = "2 of 4 labels, like c, have no row in the split train, only in test, validation."
+    assert said in made.stderr
+
+
 def test_record_without_text_is_not_called_one_without_label(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", [{"tweet": "hi", "mood": "joy"}])
     units = cut_units(find_corpus((str(tmp_path),), out=tmp_path / "o", field="mood").sources, 99)
