@@ -380,16 +380,26 @@ def _read_corpus(folder: Path, file: str) -> bool:
     good, bad = read_sources(sources, FieldKind.TEXT)
     for value in good.values():
         value if isinstance(value, str) else bytes(value).decode()
-    if any("\n" in reason for reason in bad.values()):
-        raise Wrong(f"a reason of two lines: {bad!r}")
+    _check_reasons(bad)
     return bool(good)
+
+
+ADDRESS = " at 0x"
+"""Part of a repr: the same damage would give another line in each process."""
+
+
+def _check_reasons(bad: dict[int, str]) -> None:
+    if any("\n" in reason or ADDRESS in reason for reason in bad.values()):
+        raise Wrong(f"a reason of two lines, or with an address: {bad!r}")
 
 
 def _read_nested(folder: Path, file: str) -> bool:
     """Read lists of words, and objects."""
     good: dict[int, Any] = {}
     for name, kind in (("words", FieldKind.WORDS), ("in", FieldKind.JSON)):
-        good |= read_sources(_source(folder / file, name), kind, field=name)[0]
+        found, bad = read_sources(_source(folder / file, name), kind, field=name)
+        _check_reasons(bad)
+        good |= found
     return bool(good)
 
 
@@ -410,6 +420,7 @@ def _token_rows(write: Callable[[Path, list[list[int]]], Path]) -> Parser:
         path = folder / "rows" / (folder / "name").read_text()
         sources = _source(path, "input_ids")
         good, bad = read_sources(sources, FieldKind.IDS, shard_bytes=100, field="input_ids")
+        _check_reasons(bad)
         num_ids, size = sum(map(len, good.values())), path.stat().st_size
         pairs = itertools.product((2, 4, 8), (0, 128, 1024))  # bytes of an id and of a header
         assert bad or any(width * num_ids + head == size for width, head in pairs)

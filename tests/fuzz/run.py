@@ -28,7 +28,7 @@ from types import FrameType
 from typing import Any
 
 from fuzz.mutations import mutated
-from fuzz.parsers import LAYERS, PARSERS, Parser
+from fuzz.parsers import ADDRESS, LAYERS, PARSERS, Parser
 
 from tokenfeed.pipeline.errors import TokenfeedError
 
@@ -119,6 +119,8 @@ class Fuzzer:
             line = str(error)
             if "\n" in line or len(line) > _LONGEST_LINE:
                 return "rejected", f"an error of {len(line):,} characters: {line[:200]!r}"
+            if ADDRESS in line:
+                return "rejected", f"an error with an address: {line[:200]!r}"
             outcome = "rejected"
             self._is_past |= not _FIRST_CHECKS.search(line)
         except (KeyboardInterrupt, SystemExit):
