@@ -102,6 +102,8 @@ def test_repository_files_are_read_by_ranges_at_a_commit(
     hub: HubServer, tokenizer: Path, tmp_path: Path
 ) -> None:
     put_data(hub)
+    for name in ("manifest.json", "tokenizer.json", "train/00000.arrow"):
+        hub.files[f"v1/made/{name}"] = b"{}"  # a data set of pretokenize
     words = ("--tokenizer", tokenizer, "--validation", 0, "--json")
     url, out = "hf://datasets/owner/name@v1", tmp_path / "out"
     made = json.loads(pretokenize(hub, tmp_path, f"{url}/data/*.parquet", out, *words))
@@ -113,7 +115,7 @@ def test_repository_files_are_read_by_ranges_at_a_commit(
     assert [row["path"] for row in rows] == [f"{at}/data/a.parquet", f"{at}/data/b.parquet"]
     assert not any(b"hunter2" in content for content in files_of(out).values())
     whole = json.loads(pretokenize(hub, tmp_path, url, tmp_path / "whole", *words))
-    assert whole["documents"] == 62
+    assert (whole["documents"], whole["rejected"], whole["files"]) == (62, 0, 4)
     again = pretokenize(hub, tmp_path / "other", f"{url}/data/*.parquet", out, *words)
     assert json.loads(again)["already_finished"]
     hub.files["v1/more/d.jsonl"] = b""

@@ -88,6 +88,8 @@ NOT_A_CORPUS = (
     "output."
 )
 
+LEFT_OUT = "left out, it is a data set of pretokenize"
+
 
 def is_hidden(name: str) -> bool:
     """Return whether a file or folder is hidden, a cache, or what Spark has not committed."""
@@ -133,24 +135,49 @@ def objects_below(url: str) -> Iterator[tuple[RemoteFile, tuple[str, ...]]]:
     """
     store = _object_store(url)
     found = {tuple(info.name.split("/")): info for info in store.list()}
-    within: dict[tuple[str, ...], set[str]] = defaultdict(set)
-    for parts in found:
-        for depth in range(len(parts)):
-            within[parts[:depth]].add(parts[depth])
+    within = _names_within(found)
     for folder, names in within.items():
         if is_saved(names):
             raise CorpusError(
                 f"{'/'.join((store.name, *folder))}: looks like a saved data set, which is read "
                 "from a folder. Copy it to this machine."
             )
+    files = found.keys() - within.keys()  # what stands for a folder is no file
+    for parts in _read_of(store.name, files, within):
+        paths = ("/".join((store.name, *parts[:depth])) for depth in range(1, len(parts)))
+        yield RemoteFile(store, found[parts]), tuple(paths)
+
+
+_Parts = tuple[str, ...]
+"""The folders and the name of a file."""
+
+
+def _names_within(files: Iterable[_Parts]) -> dict[_Parts, set[str]]:
+    """Return the names in each folder."""
+    within: dict[_Parts, set[str]] = defaultdict(set)
+    for parts in files:
+        for depth in range(len(parts)):
+            within[parts[:depth]].add(parts[depth])
+    return within
+
+
+def _read_of(root: str, files: Iterable[_Parts], within: dict[_Parts, set[str]]) -> list[_Parts]:
+    """Return the files to read in order, without hidden ones and those of data sets.
+
+    Raises:
+        CorpusError: All of them are a data set of `pretokenize`.
+    """
     skipped = {folder for folder, names in within.items() if is_data_set(names)}
     if () in skipped:
-        raise CorpusError(f"{store.name}: {NOT_A_CORPUS}")
-    for parts in sorted(found.keys() - within.keys()):  # what stands for a folder is no file
-        folders = [parts[:depth] for depth in range(len(parts))]
-        if not any(map(is_hidden, parts)) and skipped.isdisjoint(folders):
-            paths = ("/".join((store.name, *folder)) for folder in folders[1:])
-            yield RemoteFile(store, found[parts]), tuple(paths)
+        raise CorpusError(f"{root}: {NOT_A_CORPUS}")
+    for folder in sorted(skipped):
+        logger.info("%s: %s", "/".join((root, *folder)), LEFT_OUT)
+    return [
+        parts
+        for parts in sorted(files)
+        if not any(map(is_hidden, parts))
+        and skipped.isdisjoint(parts[:depth] for depth in range(len(parts)))
+    ]
 
 
 def _object_store(url: str) -> ObjectStore:
@@ -180,14 +207,14 @@ def repository_files(url: str) -> list[RemoteFile]:
     except RemoteError as error:
         raise CorpusError(str(error)) from None
     store, kind = place.files_at(commit), f"{place.kind}s"
+    root, paths = f"hf://{kind}/{place.repository}@{commit}", [tuple(p.split("/")) for p in files]
     return [
         RemoteFile(
             store,
-            ObjectInfo(path, size, etag="", version=""),
-            pinned=f"hf://{kind}/{place.repository}@{commit}/{path}",
+            ObjectInfo("/".join(parts), files["/".join(parts)], etag="", version=""),
+            pinned="/".join((root, *parts)),
         )
-        for path, size in sorted(files.items(), key=lambda each: each[0].split("/"))
-        if not any(map(is_hidden, path.split("/")))
+        for parts in _read_of(root, paths, _names_within(paths))
     ]
 
 

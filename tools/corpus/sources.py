@@ -31,8 +31,10 @@ from tokenfeed.tools.corpus.formats.json_records import JSON_LINES
 from tokenfeed.tools.corpus.formats.registry import (
     BESIDE_IDS,
     BINARY,
+    BROKEN_LINK,
     FALLBACK,
     FORMATS,
+    NO_FILE,
     Unread,
     beginning_of,
     format_in_folder,
@@ -54,6 +56,7 @@ from tokenfeed.tools.corpus.input_files import (
 from tokenfeed.tools.corpus.locations import FOREIGN_INDEX, Location, RemoteFile, indexes_beside
 from tokenfeed.tools.corpus.remote_sources import (
     HUB_PREFIX,
+    LEFT_OUT,
     NOT_A_CORPUS,
     REPOSITORY_PREFIX,
     hub_files,
@@ -134,7 +137,9 @@ class Known(NamedTuple):
     bytes: int
     state: int | str
     format: str | None
-    """None for a binary file."""
+    """None for a file that no format reads."""
+    kind: str = ""
+    """What it is in place of a regular file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,7 +223,8 @@ def find_corpus(
 
 def kind_left_out(file: Known) -> Unread:
     """Return the kind of a file that was left out."""
-    return unread_kind(file.name) or BINARY
+    kinds = {kind.one: kind for kind in (NO_FILE, BROKEN_LINK)}
+    return kinds.get(file.kind) or unread_kind(file.name) or BINARY
 
 
 def left_out(files: Sequence[Known]) -> list[str]:
@@ -347,7 +353,7 @@ class _InputSearch:
         if is_data_set(names):
             if folder.name == root:
                 raise CorpusError(f"{root}: {NOT_A_CORPUS}")
-            logger.info("%s: left out, it is a data set of pretokenize", folder.name)
+            logger.info("%s: %s", folder.name, LEFT_OUT)
             return
         entries = [(name, folder.split) for name in names if not is_hidden(name)]
         is_listed = is_saved(names) and is_saved(
@@ -362,6 +368,12 @@ class _InputSearch:
             try:
                 is_folder = entry.is_dir()
                 if not is_folder and not entry.is_file():
+                    kind = NO_FILE if os.path.exists(path) else BROKEN_LINK
+                    if is_listed:
+                        raise CorpusError(
+                            f"{path}: is listed in its folder, and is {kind.one}. Copy it again."
+                        )
+                    self.unread[path] = Known(path, 0, 0, None, kind.one)
                     continue
                 real = os.path.join(folder.real, name)
                 real = os.path.realpath(path, strict=True) if entry.is_symlink() else real

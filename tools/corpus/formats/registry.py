@@ -125,6 +125,12 @@ _UNREAD = {
 BESIDE_IDS = (".idx", ".ds.index", ".ds.metadata", ".ds.loss")
 """Endings of files that belong to files of token ids."""
 BINARY = Unread("a binary file", "binary files", "if it is text, name its --encoding")
+NO_FILE = Unread(
+    "a named pipe, socket or device",
+    "named pipes, sockets and devices",
+    "write its content to a file, or give `-` and the content as standard input",
+)
+BROKEN_LINK = Unread("a broken link", "broken links", "copy the files that they name")
 _NEVER_TEXT = {".pdf", ".warc"}
 """Endings of files that may look like text."""
 _SNIFFED_BYTES, _LONGEST_SNIFFED_BYTES = 1 << 16, 1 << 25

@@ -11,11 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import datasets
 import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tokenfeed
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.tools.corpus.blocks import LongLine, whole_lines
 from tokenfeed.tools.corpus.records import FieldKind, Reject
@@ -123,6 +125,35 @@ def test_link_loops_end_and_a_file_reached_twice_is_read_once(tree: Path) -> Non
     (tree / "z.txt").symlink_to(tree / "a.txt")
     (tree / "nowhere").symlink_to(tree / "missing")
     assert names(find(tree, tree / "a.txt"), tree) == ["a.txt", "b.py", "sub/c.md", "sub/deep/d"]
+
+
+def test_entries_that_are_no_regular_files_are_named(tmp_path: Path, tokenizer: Path) -> None:
+    """They were left out, and nothing said so."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "a.txt").write_text("words")
+    os.mkfifo(corpus / "pipe.jsonl")
+    (corpus / "null").symlink_to(os.devnull)
+    (corpus / "nowhere.txt").symlink_to("missing")
+    made = tokenfeed.pretokenize(corpus, tmp_path / "out", tokenizer=tokenizer, validation=0)
+    assert [(each["file"], each["reason"].split(",")[0]) for each in made.rejects] == [
+        (f"{corpus}/nowhere.txt", "is a broken link"),
+        (f"{corpus}/null", "is a named pipe"),
+        (f"{corpus}/pipe.jsonl", "is a named pipe"),
+    ]
+    links, others = made.summary.left_out
+    assert links.startswith(f"1 broken link ({corpus}/nowhere.txt): ")
+    assert others.startswith("2 named pipes, sockets and devices (")
+
+
+def test_a_saved_data_set_may_not_list_a_broken_link(tmp_path: Path) -> None:
+    """Its rows were left out, and nothing said so."""
+    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(str(tmp_path / "saved"))
+    (file,) = (tmp_path / "saved").glob("*.arrow")
+    file.unlink()
+    file.symlink_to("missing")
+    with pytest.raises(CorpusError, match="is listed in its folder, and is a broken link"):
+        find(tmp_path / "saved")
 
 
 def test_unreadable_entries_of_a_folder_raise(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:

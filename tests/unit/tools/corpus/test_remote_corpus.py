@@ -93,8 +93,11 @@ def test_the_shards_are_those_of_a_folder(
     assert made == local
 
 
-def test_files_come_in_the_order_of_a_folder(folder: Path, remote: Remote) -> None:
+def test_files_come_in_the_order_of_a_folder(
+    folder: Path, remote: Remote, caplog: pytest.LogCaptureFixture
+) -> None:
     url = put_all(remote, folder)
+    caplog.set_level("INFO")
 
     def named(root: str, corpus: Corpus) -> list[str]:
         return [source.name.removeprefix(root) for source in corpus.sources]
@@ -103,6 +106,8 @@ def test_files_come_in_the_order_of_a_folder(folder: Path, remote: Remote) -> No
     here = find_corpus((str(folder),), out=None, field="text")
     assert named(url, there) == named(str(folder), here)
     assert len(there.binary) == 1
+    for root in (url, folder):
+        assert f"{root}/made: left out, it is a data set of pretokenize" in caplog.messages
     for exclude in ("*.jsonl*", "a", "a/*", "*/one.txt", "s*", "[k-z]*", "./one.txt"):
         given = find_corpus((url,), out=None, field="text", exclude=(exclude,))
         here = find_corpus((str(folder),), out=None, field="text", exclude=(exclude,))
