@@ -126,6 +126,39 @@ def marked_encoding(beginning: bytes) -> str | None:
     return next((name for mark, name in _MARKS.items() if beginning.startswith(mark)), None)
 
 
+_FEWEST_NULS, _SHARE_OF_NULS = 8, 0.1
+"""The fewest NULs in every second byte of UTF-16 that is not short, and their least share: spaces
+have one in any language."""
+
+
+def unmarked_encoding(beginning: bytes) -> str | None:
+    """Return UTF-16 or UTF-32 for a text without a byte-order mark, by the places of its NULs; None
+    for other texts."""
+    if len(beginning) < 2 or b"\0" not in beginning:
+        return None
+    is_nul = np.frombuffer(beginning, np.uint8) == 0
+    count, by_place = len(is_nul) // 4, [is_nul[place::4].sum() for place in range(4)]
+    for high, next_, low, ending in ((3, 2, 0, "le"), (0, 1, 3, "be")):
+        if by_place[high] == count and by_place[next_] > 0.99 * count > 2 * by_place[low]:
+            return f"utf-32-{ending}"
+    even, odd = is_nul[::2].sum(), is_nul[1::2].sum()
+    fewest = max(_SHARE_OF_NULS * 2 * count, min(_FEWEST_NULS, count))
+    if max(even, odd) < max(fewest, 20 * min(even, odd)):
+        return None
+    return "utf-16-le" if odd > even else "utf-16-be"
+
+
+def _check_unmarked(beginning: bytes, given: str | None) -> None:
+    """Check that a text is not UTF-16 or UTF-32 without a byte-order mark, unless `given` is that.
+
+    Raises:
+        UnicodeError: Names the encoding to give.
+    """
+    found = unmarked_encoding(beginning)
+    if found and "a".encode(found) != "a".encode(given or "utf-8"):
+        raise UnicodeError(f"looks like {found} without a byte-order mark. Give --encoding {found}")
+
+
 @dataclass
 class TextBlocks(Blocks):
     """An iterator over the text of a file as UTF-8. A block may end within a character.
@@ -147,6 +180,8 @@ class TextBlocks(Blocks):
         blocks = super().__iter__()
         first = next(blocks, b"")
         encoding = None if self.start else marked_encoding(first)
+        if encoding is None and self.enough_bytes is None:
+            _check_unmarked(first, self.encoding)
         if encoding is None and self.encoding and not self._is_utf8(self.encoding):
             encoding = self.encoding
         blocks = chain([first] if first else [], blocks)

@@ -34,6 +34,7 @@ from tokenfeed.tools.corpus.blocks import (
     LongLine,
     is_utf8,
     marked_encoding,
+    unmarked_encoding,
     whole_lines,
 )
 from tokenfeed.tools.corpus.input_files import FilePart, Format, InputFile, whole
@@ -52,6 +53,8 @@ from tokenfeed.tools.corpus.records import (
 _MOST_AT_ONCE = 8
 """Number of ranges of an object that are counted at the same time. A file has one per core. A range
 takes about 10 MB."""
+_SNIFFED_BYTES = 1 << 12
+"""Bytes that show UTF-16 and UTF-32."""
 _COUNTED_BYTES = 1 << 18
 """Bytes per comparison, which fit into the cache of a core."""
 
@@ -63,7 +66,8 @@ def cut_lines(source: InputFile, shard_bytes: int) -> Iterator[FilePart]:
     converted to UTF-8.
     """
     is_short = source.compression or source.encoding or source.bytes <= shard_bytes
-    if is_short or marked_encoding(next(iter(Blocks(source.path, None, 0, 4)), b"")):
+    begin = b"" if is_short else next(iter(Blocks(source.path, None, 0, _SNIFFED_BYTES)), b"")
+    if is_short or marked_encoding(begin) or unmarked_encoding(begin):
         yield from whole(source, shard_bytes)
         return
     goal_bytes = source.bytes / math.ceil(source.bytes / shard_bytes)

@@ -6,6 +6,7 @@ import io
 import json
 import random
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,37 @@ def test_ascii_of_an_encoding_is_told_from_plain_ascii(
         (tmp_path / name / f"a{ending}").write_bytes(file_of(ending, texts).encode(used))
         whole = ["".join(texts)] if ending == ".txt" else texts
         assert texts_in(tmp_path / name, encoding) == whole
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize("ending", [".txt", ".jsonl", ".json", ".csv", ".jsonl.gz"])
+@pytest.mark.parametrize("letters", ["plain ASCII", "Русский текст, чай", "日本語 text"])
+def test_wide_text_without_a_mark_is_rejected_with_its_encoding(
+    encoding: str, ending: str, letters: str, tmp_path: Path
+) -> None:
+    """ASCII and Russian in UTF-16 are also UTF-8, with NULs."""
+    texts = [f"{letters} {number}" for number in range(40)]
+    content = file_of(ending, texts).encode(encoding)
+    path = tmp_path / f"a{ending}"
+    path.write_bytes(gzip.compress(content) if ending.endswith(".gz") else content)
+    for other in {None, "latin-1", "utf-16-le", "utf-16-be"} - {encoding}:
+        (reason,) = rejects_of(path, other)
+        assert f"without a byte-order mark. Give --encoding {encoding}" in reason
+    assert texts_in(tmp_path, encoding) in (texts, ["".join(texts)])
+
+
+def rejects_of(path: Path, encoding: str | None = None) -> list[str]:
+    corpus = find_corpus((str(path),), out=None, field="text", encoding=encoding)
+    units = cut_units(corpus.sources, 100)  # a file of records is cut
+    parts = [part for unit in units for part in unit.parts]
+    found = (read_records(part, {"text": FieldKind.TEXT}) for part in parts)
+    return [reject.reason for records in chain.from_iterable(found) for reject in records.rejects]
+
+
+@pytest.mark.parametrize("text", [b"\0", b"a\0b\0cd\0e", b"\0" * 99, b"words, one NUL\0 more"])
+def test_a_text_with_some_nuls_is_read_as_utf8(text: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(text)
+    assert rejects_of(tmp_path / "a.txt") == []
 
 
 @pytest.mark.parametrize(("ending", "most"), [(".txt", 2_000_000), ("", 72_000_000)])
