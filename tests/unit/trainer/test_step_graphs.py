@@ -20,6 +20,7 @@ from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.loop.loaders import SplitLoaders
 from tokenfeed.trainer.optim.optimizer import set_learning_rate
 from tokenfeed.trainer.optim.train_state import Learner
+from tokenfeed.trainer.report.progress_lines import ProgressLog
 from tokenfeed.trainer.tasks.registry import task_of
 from tokenfeed.trainer.tasks.task import Loss
 
@@ -74,11 +75,19 @@ def figures(folder: Path) -> list[dict[int, float]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_a_step_without_graphs(
-    shards: Path, tmp_path: Path, graphs: Graphs, case: str
+    shards: Path, tmp_path: Path, graphs: Graphs, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     run(settings(shards, tmp_path / "plain", compile=True, **CASES[case]))
     assert not graphs.all
+    norms, add = list[Tensor](), ProgressLog.add
+
+    def keep(log: ProgressLog, step: int, tally: training_step.Tally, norm: Tensor) -> None:
+        norms.append(norm)
+        add(log, step, tally, norm)
+
+    monkeypatch.setattr(ProgressLog, "add", keep)
     run(settings(shards, tmp_path / "graphs", compile="reduce-overhead", **CASES[case]))
+    assert len(set(map(float, norms))) == STEPS  # no later step has overwritten one
     assert figures(tmp_path / "graphs") == figures(tmp_path / "plain")
     assert len(graphs.all) == (2 if case == "one micro-batch a step" else 3)
     assert graphs.replays[0] == graphs.replays[-1] == STEPS - 1
