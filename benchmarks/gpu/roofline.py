@@ -187,7 +187,7 @@ def _kernel(node: Any) -> Kernels | None:
         operations = float(node.estimate_flops() or 0)
         if "gelu" in name:
             rows, weight = (each.get_size() for each in node.node.inputs[:2])
-            return Kernels("small", 1, moved, 2.0 * rows[0] * math.prod(weight))
+            return Kernels("small", 1, moved, 2.0 * math.prod(map(float, (rows[0], *weight))))
         widest = max(node.node.get_size())
         return Kernels("large" if widest >= VOCABULARY else "small", 1, moved, operations)
     if not moved or _copies_attention(node):
