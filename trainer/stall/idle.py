@@ -121,12 +121,47 @@ class TracedStep:
     copying: float = 0.0
 
 
+class GapAccounts:
+    """Add steps on a device without traces, and read their gaps: sums, in a fraction of the time.
+
+    Args:
+        is_host: Whether the device is the host, whose work has no idle time.
+    """
+
+    def __init__(self, *, is_host: bool) -> None:
+        self._is_host = is_host
+        self._steps = self._tokens = self._slots = 0
+        self._work = self._unproven = 0.0
+        self._gaps: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
+
+    def add(self, step: Step) -> None:
+        """Add a step."""
+        self._steps += 1
+        self._tokens += step.tokens
+        self._slots += step.slots
+        self._work += step.work
+        self._unproven += 0.0 if step.ahead >= PROVEN * step.work else step.work - step.ahead
+        for cause, seconds in step.gaps.items():
+            self._gaps[cause] += seconds
+
+    def read(self) -> StallReading:
+        """Return the sums. The most idle seconds are the work that is not proven ahead."""
+        return StallReading(
+            steps=self._steps,
+            tokens=self._tokens,
+            slots=self._slots,
+            seconds=self._work + sum(self._gaps.values()),
+            gaps={cause: self._gaps[cause] for cause in CAUSES if self._gaps[cause]},
+            most=self._unproven,
+            is_inside_measured=self._is_host,
+        )
+
+
 class Accounts:
     """Add steps and traced steps; read the idle seconds of the run so far at any time.
 
     Args:
         mark_seconds: Host seconds that a mark takes.
-        is_traced: Whether there may be traces, whose steps are compared with those around them.
 
     Example:
         A run of 100 steps of 10 ms has two traces, in which a step is busy for 7 ms and then for
@@ -134,8 +169,8 @@ class Accounts:
         100 steps * 1 ms = 100 ms.
     """
 
-    def __init__(self, mark_seconds: float = 13e-6, *, is_traced: bool = True) -> None:
-        self._mark_seconds, self._is_traced = mark_seconds, is_traced
+    def __init__(self, mark_seconds: float = 13e-6) -> None:
+        self._mark_seconds = mark_seconds
         self.slower = 0.0
         """Share by which steps were slower after the first trace; it widens the interval."""
         self._recent: list[Step] = []
@@ -164,8 +199,7 @@ class Accounts:
             self._fold()
 
     def _fold(self) -> None:
-        totals = self._totals(with_extra=self._is_traced)
-        self._sums, self._extra, self._gaps, self._guessed = totals
+        self._sums, self._extra, self._gaps, self._guessed = self._totals()
         self._recent = []
 
     def add_trace(self, steps: list[TracedStep]) -> None:
@@ -180,8 +214,6 @@ class Accounts:
 
         Without a valid trace, the most idle seconds are the work that is not proven ahead.
         """
-        if self._recent and not self._is_traced:  # else each reading would add all steps again
-            self._fold()
         sums, extra, gaps, guessed = self._totals(with_extra=bool(self._times))
         whole = sums.sum(0)
         # Gaps of most steps are those of the usable steps. Rare gaps are known of all steps.

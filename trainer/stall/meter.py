@@ -19,7 +19,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,7 +27,7 @@ from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.stall.causes import CAUSES, REMEDIES, Cause
 from tokenfeed.trainer.stall.cpu_work import ForwardWatch
-from tokenfeed.trainer.stall.idle import Accounts, Step
+from tokenfeed.trainer.stall.idle import Accounts, GapAccounts, Step
 from tokenfeed.trainer.stall.marks import Clock, EventClock, MarkChain, Phase
 from tokenfeed.trainer.stall.ranks import (
     Exchange,
@@ -136,13 +135,12 @@ class StallMeter:
         self._clock = clock = clock or _clock_of(device)
         self._place = own_place()
         tracer = clock.tracer()
-        mark_seconds = _mark_seconds(clock) if tracer else _MARK_SECONDS
-        self._accounts = Accounts(mark_seconds, is_traced=tracer is not None)
+        self._accounts: Accounts | GapAccounts = GapAccounts(is_host=not clock.is_beside_host)
         done = weakref.WeakMethod(self._add)  # a meter that nothing refers to is to be deleted
         self._chain = chain = MarkChain(clock, lambda step: (own := done()) and own(step))
         self._tracing: Tracing | None = None
         if tracer:
-            is_alone = self._place[1] == 1
+            is_alone, self._accounts = self._place[1] == 1, Accounts(_mark_seconds(clock))
             self._tracing = Tracing(tracer, chain, self._accounts, skipped_steps, is_alone=is_alone)
         self._process, self._thread = os.getpid(), threading.get_ident()
         self._remedies = _remedies(remedies)
@@ -210,7 +208,7 @@ class StallMeter:
         In nested blocks, the innermost cause counts.
         """
         _check_cause("cause", name)
-        outer = self.enter(name)
+        outer = self.begin(name)
         try:
             yield
         finally:
@@ -316,12 +314,7 @@ class StallMeter:
     def read(self) -> StallReading:
         """Return the sums so far, without waiting for the device."""
         self._chain.resolve()
-        return self._reading()
-
-    def _reading(self) -> StallReading:
-        reading = self._accounts.read()
-        is_host = not self._clock.is_beside_host  # a CPU, whose idle time is in gaps
-        return replace(reading, is_inside_measured=True) if is_host else reading
+        return self._accounts.read()
 
     def latest_steps(self) -> StepSeconds | None:
         """Return figures of the steps since the previous call, at most the latest 4,096; None
@@ -440,7 +433,7 @@ class StallMeter:
         self._unsampled += seconds
         if self._unsampled > _SAMPLE_SECONDS and self._samples.is_due(step.number + 1):
             self._unsampled = 0.0
-            self._samples.add(_sample(step.number + 1, self._reading()))
+            self._samples.add(_sample(step.number + 1, self._accounts.read()))
         if self._tracing is not None:
             self._tracing.watch(step)
 

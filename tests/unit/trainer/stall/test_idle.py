@@ -19,7 +19,7 @@ import pytest
 from benchmarks.stall.loops import FAMILIES, Loop, draw, draw_new, run
 from benchmarks.stall.simulated import SLACK, judge, run_metered
 from tokenfeed.trainer.stall import StallReading, idle, meter, traces
-from tokenfeed.trainer.stall.idle import Accounts, Step, TracedStep
+from tokenfeed.trainer.stall.idle import Accounts, GapAccounts, Step, TracedStep
 
 # exact cases
 
@@ -48,6 +48,19 @@ def filled(
             accounts.add_trace(traces[number])
         accounts.add(make(number))
     return accounts
+
+
+def test_sums_of_gaps_equal_accounts_without_traces() -> None:
+    def uneven(number: int) -> Step:
+        gaps = {"data": 1e-3, "log": 2e-3 * (number % 10 == 0)}
+        return Step(number, 1.0, work=0.01, ahead=0.01 * (number % 3 > 0), gaps=gaps, tokens=7)
+
+    sums = GapAccounts(is_host=False)
+    for number in range(50):
+        sums.add(uneven(number))
+    found, expected = sums.read(), filled(50, {}, uneven).read()
+    for name in ("steps", "tokens", "seconds", "gaps", "most", "is_inside_measured"):
+        assert getattr(found, name) == pytest.approx(getattr(expected, name))
 
 
 TRACES = {at: [traced(at, 0.007, at)] for at in (10, 50, 90)}
