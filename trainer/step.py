@@ -55,23 +55,20 @@ def uncharged(cause: Cause) -> Bracket:
 class Tally:
     """Sums over micro-batches. Sums that depend on the device stay on the device."""
 
-    loss: Tensor
-    targets: Tensor
+    loss: Tensor = field(init=False)
+    targets: Tensor = field(init=False)
     tokens: int = 0
     slots: int = 0
     rows: list[np.ndarray] = field(default_factory=list)
     """The numbers of the rows of each micro-batch."""
 
-    @classmethod
-    def zero(cls, device: torch.device) -> "Tally":
-        """Return sums of zero, before the first micro-batch."""
-        loss = torch.zeros((), device=device)
-        return cls(loss, torch.zeros((), dtype=torch.int64, device=device))
-
     def add(self, loss: Loss) -> None:
         """Add the loss of a micro-batch and its targets."""
-        self.loss += loss.sum.detach()
-        self.targets += loss.targets
+        if self.rows:
+            self.loss += loss.sum.detach()
+            self.targets += loss.targets
+        else:  # copies, which no graph overwrites
+            self.loss, self.targets = loss.sum.detach().clone(), loss.targets.clone()
 
     def sum_over(self, world: World) -> None:
         """Sum loss and targets over the ranks by one message. In fp64, no target is lost."""
@@ -79,10 +76,10 @@ class Tally:
         world.all_reduce([both])
         self.loss, self.targets = both[0].float(), both[1].long()
 
-    def count(self, batch: Batch, micro_batch: MicroBatch) -> None:
+    def count(self, batch: Batch) -> None:
         """Add the tokens, slots and rows of a micro-batch."""
         self.tokens += batch.num_tokens
-        self.slots += 0 if batch.is_filler else micro_batch.num_slots
+        self.slots += 0 if batch.is_filler else batch.num_slots
         self.rows.append(batch.rows)
 
 
@@ -122,7 +119,7 @@ def train_steps(
         graphs = StepGraphs(learner, add_gradients, change_weights)
         add, change = graphs.add_gradients, graphs.update
     for step in steps:
-        tally = Tally.zero(device)
+        tally = Tally()
         number, ends_step = step * of_step + world.rank, False
         while not ends_step:
             with charge("data"):
@@ -134,7 +131,7 @@ def train_steps(
             seed_dropout(config.seed, number, device)
             waiting = charge("communication") if learner.replicas else None
             tally.add(add(learner, micro_batch, last=ends_step, waiting=waiting))
-            tally.count(batch, micro_batch)
+            tally.count(batch)
             number += world.size
         if world.size > 1:  # gradients are summed already
             with charge("communication"):
@@ -236,13 +233,14 @@ def scale_and_clip(
         scale = precision.unscaled(scale)
     parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
     gradients = [weight.grad for weight in parameters if weight.grad is not None]
-    norm = _whole(nn.utils.get_total_norm(gradients)) * scale
+    own_norm = nn.utils.get_total_norm(gradients)
+    norm = _whole(own_norm) * scale
     # One divisor scales and clips. The optimizer's kernel applies it to what it reads anyway.
     divisor = ((norm + 1e-6) / clip_norm).clamp(min=1.0) / scale
     skip = (norm - norm != 0).float()  # whether it is not finite
     optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]
     optimizer.found_inf = skip  # type: ignore[attr-defined]
-    with _replicated_scalars(gradients):
+    with _replicated_scalars(own_norm):
         optimizer.step()
     optimizer.zero_grad()
     precision.count(skip, scale)
@@ -255,10 +253,10 @@ def _whole(tensor: Any) -> Tensor:
     return whole
 
 
-def _replicated_scalars(tensors: list[Tensor]) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which plain tensors count as equal on all ranks, if others are
-    sharded."""
-    if not any(map(is_sharded_tensor, tensors)):
+def _replicated_scalars(norm: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which plain tensors count as equal on all ranks, if gradients are
+    sharded, and with them their norm."""
+    if not is_sharded_tensor(norm):
         return contextlib.nullcontext()
     from torch.distributed.tensor.experimental import implicit_replication
 

@@ -114,7 +114,7 @@ class RunPlan:
 
     def _step(self, shape: tuple[int, int], parts: int) -> None:
         """Run a step of up to two micro-batches of a shape. A third one would need no more."""
-        tally = Tally.zero(_CPU)
+        tally = Tally()
         for _ in range(min(2, parts)):
             tally.add(add_gradients(self.learner, self._like.blank_like(*shape)))
         update(self.learner, 1, tally.loss, tally.targets)

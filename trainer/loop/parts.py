@@ -172,14 +172,14 @@ class SkippedSteps:
 
     def __init__(self, run: Run, saving: Saving) -> None:
         self._run, self._saving = run, saving
-        most = run.config.accumulation * (MOST_SKIPPED + run.config.log_every)
-        self._rows_of_steps = deque[tuple[int, np.ndarray]](maxlen=most)
-        """Step and rows of the latest micro-batches."""
+        most = MOST_SKIPPED + run.config.log_every
+        self._rows_of_steps = deque[tuple[int, Sequence[np.ndarray]]](maxlen=most)
+        """The latest steps, and the rows of each of their micro-batches."""
         self._has_named = False
 
     def add(self, step: int, rows: Sequence[np.ndarray]) -> None:
         """Add the rows of the micro-batches of a step."""
-        self._rows_of_steps.extend((step, each) for each in rows)
+        self._rows_of_steps.append((step, rows))
 
     def name(self, skips: Skips, *, ends: bool) -> None:
         """Log the records of the first skipped step, once per session. If the run ends, raise.
@@ -193,7 +193,7 @@ class SkippedSteps:
             return
         self._has_named, run = True, self._run
         step, named = max(skips.first, self._rows_of_steps[0][0]), "see rank 0"
-        own = [rows for number, rows in self._rows_of_steps if number == step]
+        own = dict(self._rows_of_steps)[step]
         rows = np.concatenate(run.world.all_gather(np.concatenate(own)))
         if run.world.is_main:
             with contextlib.suppress(TokenfeedError, OSError):  # records may be gone
