@@ -1,6 +1,7 @@
 """The mission, keep: a test for each row of docs/mission.md, by public commands and API."""
 
 import functools
+import itertools
 import json
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from support.processes import eventually
 
 from tokenfeed.pipeline.format.store import open_place
 from tokenfeed.tools import train
+from tokenfeed.trainer.loop import parts
 from tokenfeed.trainer.loop.model_export import load_exported
 
 SETTINGS: dict[str, Any] = {
@@ -91,6 +93,18 @@ def test_m28_checkpoints_with_metadata_and_figures(few_rows: Path, tmp_path: Pat
     refused = call(train.main, "--run-dir", run_dir, "--resume", "--steps", 9, expect=1)
     error = refused.stderr.splitlines()[-1]
     assert error.startswith(f"error: {checkpoint(run_dir, 8)}: the checkpoint is damaged")
+
+
+def test_m28_checkpoint_is_due_after_minutes_without_one(
+    few_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"steps": 60, "save_every": 100, "eval_every": 100, "keep": 100}
+    minutes = itertools.count(step=60.0)  # so long a step takes
+    monkeypatch.setattr(parts, "monotonic", lambda: next(minutes))
+    train_run(few_rows, tmp_path, **settings)
+    steps = [int(path.name[5:]) for path in sorted((tmp_path / "checkpoints").iterdir())]
+    assert 10 <= steps[0] <= 15
+    assert all(later - step >= 10 for step, later in itertools.pairwise(steps[:-1]))
 
 
 # ---------- m29 ----------

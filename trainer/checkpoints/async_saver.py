@@ -99,6 +99,11 @@ class Saver:
         )
         self._thread.start()
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
     def before_update(self) -> None:
         """Let the device finish the copy before it changes the state. The host does not wait."""
         self._copy.before_update()

@@ -229,7 +229,8 @@ class TrainConfig:
     """End the run after N evaluations without a better result. 0: never. For rows with labels,
     `train` sets 8 by itself."""
     save_every: Positive = 100
-    """Steps between checkpoints. A step with the best evaluation so far is saved too."""
+    """Steps between checkpoints. A step with the best evaluation so far is saved too, and a step
+    after 15 minutes without a checkpoint."""
     keep: Positive = 2
     """Number of latest checkpoints to keep. The best one is always kept."""
     compress_checkpoints: bool = False

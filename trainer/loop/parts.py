@@ -13,6 +13,7 @@ import json
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import Protocol
 
 import numpy as np
@@ -34,6 +35,9 @@ from tokenfeed.trainer.step import Trained
 
 _BAD_STEP_FILE = "bad-step.jsonl"
 """Files and records of the first step that was skipped."""
+_MOST_SECONDS = 900
+"""A checkpoint is due after this time without one, however many steps --save-every has. A run that
+is killed loses no more than that."""
 
 _log = logging.getLogger(__name__)
 
@@ -113,7 +117,7 @@ class Evaluation:
 
 
 class Saving:
-    """Saves checkpoints: at intervals, on request, and of the best step."""
+    """Saves checkpoints: at intervals of steps and of time, on request, and of the best step."""
 
     def __init__(
         self, run: Run, saver: Saver | None, evaluation: Evaluation, reporter: Reporter
@@ -130,6 +134,17 @@ class Saving:
         self._is_requested = False
         self.saved = 0
         """The latest step whose checkpoint was started."""
+        self._since_s = monotonic()
+
+    def is_late(self) -> bool:
+        """Return whether to request a checkpoint because the latest one is old: on rank 0, once in
+        `_MOST_SECONDS`, unless a checkpoint is still being written."""
+        if not self.saver or not self._run.world.is_main:
+            return False
+        if monotonic() - self._since_s < _MOST_SECONDS:
+            return False
+        self._since_s = monotonic()
+        return not self.saver.is_writing
 
     def request(self) -> None:
         """Make a checkpoint due after this step."""
@@ -160,7 +175,7 @@ class Saving:
                     tokenizer=run.task.manifest.tokenizer.xxh3,
                 )
                 self.saver.save(meta, run.learner.state_dict())
-        self.saved, self._is_requested = step, False
+        self.saved, self._is_requested, self._since_s = step, False, monotonic()
 
     def wait(self) -> None:
         """Wait until the previous checkpoint is on the disk, on all ranks."""

@@ -112,7 +112,8 @@ class Trainer(Run):
                 before_update=self.saver.before_update if self.saver else lambda: None,
             ):
                 self.step, tally = trained.step, trained.tally
-                requests = {"save": should_save(), "stop": self.should_stop()}
+                is_late = self.saving.is_late()
+                requests = {"save": should_save() or is_late, "stop": self.should_stop()}
                 counts = self.step_sync.after_step(
                     **requests, tokens=tally.tokens, slots=tally.slots
                 )
