@@ -86,6 +86,10 @@ def _refuse_collation(batch: object, **_: object) -> NoReturn:
 default_collate_fn_map[WindowSlice] = _refuse_collation  # how torch documents new types
 
 
+_OF_TRANSFORMERS = (
+    "for `transformers.Trainer`, use `ShardTrainer` of `tokenfeed.integrations.transformers` and a "
+    "ShardLoader"
+)
 _OF_LOADERS = {"device", "num_workers", "prefetch", "timeout", "num_streams"}
 
 
@@ -157,7 +161,8 @@ class ShardDataset(IterableDataset[WindowSlice]):
             raise ConfigError(
                 "Accelerate would divide the items of a ShardDataset between the ranks, but each "
                 "rank has items of its own already. Leave its DataLoader out of `prepare`, or "
-                "prepare a `StatefulShardLoader` of `tokenfeed.integrations.dataloader` instead."
+                "prepare a `StatefulShardLoader` of `tokenfeed.integrations.dataloader` instead; "
+                f"{_OF_TRANSFORMERS}."
             )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -167,6 +172,12 @@ class ShardDataset(IterableDataset[WindowSlice]):
 
     def __iter__(self) -> Iterator[WindowSlice]:
         self._ranks.check_now()
+        collator = sys._getframe(1).f_locals.get("collate_fn")
+        if getattr(collator, "__module__", "").partition(".")[0] == "transformers":
+            raise ConfigError(
+                "a collator of transformers would join items of a ShardDataset, which are slices "
+                f"with many batches: {_OF_TRANSFORMERS}."
+            )
         worker = get_worker_info()
         return self._slices(self.epoch, *((worker.id, worker.num_workers) if worker else (0, 1)))
 

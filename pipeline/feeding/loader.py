@@ -307,7 +307,8 @@ class ShardLoader:
     def __getitem__(self, index: object) -> NoReturn:
         raise ConfigError(
             "a ShardLoader cannot be indexed: iterate over it. For code that needs a torch "
-            "DataLoader, use `tokenfeed.integrations.dataloader.StatefulShardLoader(loader)`."
+            "DataLoader, use `tokenfeed.integrations.dataloader.StatefulShardLoader(loader)`; for "
+            "`transformers.Trainer`, `tokenfeed.integrations.transformers.ShardTrainer`."
         )
 
     def __repr__(self) -> str:

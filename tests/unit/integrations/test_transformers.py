@@ -11,7 +11,7 @@ from support.simulated_clocks import SimulatedClock
 from torch.nn.functional import cross_entropy
 from transformers.trainer_pt_utils import LabelSmoother
 
-from tokenfeed import Fixed, Packed, Padded, ShardLoader, Stage
+from tokenfeed import Fixed, Packed, Padded, ShardDataset, ShardLoader, Stage
 from tokenfeed.integrations.dataloader import checked_loader
 from tokenfeed.integrations.transformers import ShardTrainer, StallCallback
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
@@ -94,6 +94,21 @@ def test_loaders_that_do_not_suit_trainer_are_refused(shards: Path, tmp_path: Pa
         trainer(tmp_path, train, data_collator=list)
     with pytest.raises(ConfigError, match="`train_dataset`: NoneType is not a ShardLoader"):
         trainer(tmp_path, None).train()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dispatches", [None, False])
+def test_plain_trainer_names_the_trainer_that_takes_shards(
+    shards: Path, tmp_path: Path, dispatches: bool | None
+) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(config_of("Llama"))
+    settings = {"max_steps": 1, "use_cpu": True, "report_to": "none"}
+    settings["accelerator_config"] = {"dispatch_batches": dispatches}
+    args = transformers.TrainingArguments(str(tmp_path), **settings)
+    data: Any
+    for data in (ShardDataset(shards, Padded(128)), open_split(shards, epochs=1)):
+        plain = transformers.Trainer(model=model, args=args, train_dataset=data)
+        with pytest.raises(ConfigError, match=r"for `transformers\.Trainer`, .*ShardTrainer"):
+            plain.train()
 
 
 def test_trainer_refuses_models_that_mix_packed_documents(shards: Path, tmp_path: Path) -> None:
