@@ -50,7 +50,7 @@ def read_initial_weights(model: nn.Module, head: Head, config: TrainConfig) -> N
     folder = cast(Path, config.init_from)
     checkpoint = _checkpoint_of(folder)
     if checkpoint is None:
-        _read_exported(folder, model, head, config)
+        _read_exported(folder, model, config)
         return
     _check_tokenizer(folder, checkpoint.meta.tokenizer, config)
     found = part_of(checkpoint.read(prefix="model."), "model.")
@@ -113,7 +113,7 @@ def _saved_state(model: nn.Module, checkpoint: Checkpoint, theirs: TrainConfig) 
     return kept_state(model, dataclasses.replace(theirs, init_from=begun))
 
 
-def _read_exported(folder: Path, model: nn.Module, head: Head, config: TrainConfig) -> None:
+def _read_exported(folder: Path, model: nn.Module, config: TrainConfig) -> None:
     about = Exported.of(folder)
     if about is None and (folder / CONFIG_FILE).is_file():
         raise ConfigError(
@@ -125,7 +125,7 @@ def _read_exported(folder: Path, model: nn.Module, head: Head, config: TrainConf
             f"a folder of `train --export`. A model of transformers is --model hf:{folder}."
         )
     _check_tokenizer(folder, about.tokenizer, config)
-    live = hub_names_of(model, head) if about.has_hub_names else model.state_dict()
+    live = hub_names_of(model, about.head) if about.has_hub_names else model.state_dict()
     found: State = {}
     try:
         for path in sorted(folder.glob("*.safetensors")):

@@ -337,10 +337,12 @@ def _to_starcoder2(model: Transformer) -> State:
 
 
 def hub_names_of(model: nn.Module, head: Head) -> State:
-    """Return the weights of a live model by their names in `transformers`, where it has the model.
-    They share the memory of the model."""
+    """Return the weights of a live model by their names in an export of this head: those in
+    `transformers`, where it has the model. They share the memory of the model."""
     if isinstance(model, Transformer) and head.causal:
-        return _to_starcoder2(model)
+        heads = model.state_dict().items()  # of another task than the export's
+        own = {k: v for k, v in heads if k.partition(".")[0] not in ("embedding", "blocks", "norm")}
+        return _to_starcoder2(model) | own
     if hasattr(model, "adapters"):  # a model of transformers in its wrapper
         model = model.get_submodule("model")
     return model.state_dict()

@@ -82,6 +82,23 @@ def test_a_run_starts_from_run_checkpoint_or_export(
     assert_same_run(tmp_path / "new", tmp_path / "rest", 8)
 
 
+@pytest.mark.parametrize("model", ["shallow", "support.training:small_model"])
+def test_another_task_starts_from_run_and_export_alike(
+    rows: dict[str, Path], tmp_path: Path, model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    export = tmp_path / "export"
+    run(make_config(rows["lm"], tmp_path / "run", model=model, steps=1, export=export))
+    found = []
+    for source in (tmp_path / "run", export):
+        caplog.clear()
+        config = make_config(rows["classify"], tmp_path / "new", model=model, init_from=source)
+        found.append(started(config))
+        assert "they start at random: head.bias, head.weight, pick" in caplog.text
+        assert "no place" not in caplog.text
+    assert_equal(*found)
+
+
 def test_a_run_without_a_checkpoint_is_an_error(rows: dict[str, Path], tmp_path: Path) -> None:
     make_config(rows["lm"], tmp_path).write()
     with pytest.raises(ConfigError, match="this run has no checkpoint yet"):
