@@ -235,6 +235,8 @@ def checked_settings(
         if name not in kinds:
             hint = _WITHDRAWN.get(name) or nearest(name, kinds)
             raise ConfigError(f"{where} unknown setting {written}.{hint}")
+        if name in found:
+            raise ConfigError(f"{where} {name} occurs twice. Leave one of the two out.")
         found[name] = setting_of(kinds[name], value, f"{where} {written}")
     return found
 
@@ -276,9 +278,23 @@ def preset_of(gpu: str, capability: tuple[int, int], memory: float) -> str | Non
     return "a100" if capability < (9, 0) else "h100"
 
 
+class _Loader(yaml.SafeLoader):
+    """Rejects a key that occurs twice: yaml would drop the first value."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        names = [key.value for key in keys]
+        for place, key in enumerate(keys):
+            if key.value in names[:place]:
+                problem = f"{key.value} occurs twice"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+        return node
+
+
 def _read_yaml(path: Path) -> dict[Any, Any]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}. Give a YAML file.") from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:
