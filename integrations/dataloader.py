@@ -135,6 +135,10 @@ class StatefulShardLoader(DataLoader[Any]):
             if gradients:
                 gradients._remove_dataloader(self)
 
+    def __bool__(self) -> bool:
+        """See `ShardLoader.__bool__`."""
+        return True
+
     def __len__(self) -> int:
         """Number of batches in a pass; TypeError if it is not known in advance.
 

@@ -61,7 +61,15 @@ class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
             validation: The split of all data sets to validate on. None: do not validate.
             settings: Other settings of `ShardLoader`, for training. Validation uses only
                 `num_workers`, `timeout`, `cache_dir` and `cache_bytes`.
+
+        Raises:
+            ConfigError: The settings have a device.
         """
+        if "device" in settings:
+            raise ConfigError(
+                f"`device`={settings['device']!r}: the batches are on the device of the Trainer. "
+                "Leave it out, and choose the device by `Trainer(accelerator=..., devices=...)`."
+            )
         super().__init__()
         self._path, self._batching, self._settings = path, batching, settings
         self._validation = validation

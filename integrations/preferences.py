@@ -35,6 +35,11 @@ def preference_pairs(
     """
     store = open_store(str(data_set))
     manifest = Manifest.read(store)
+    if manifest.task != "chat":
+        raise ConfigError(
+            f"{store.name}: has no pairs, because its task is {manifest.task}. Make it from "
+            "records with chosen and rejected, by `pretokenize --task chat`."
+        )
     rule = TargetRule.from_setting(targets, manifest.columns)
     if rule is None:
         raise ConfigError(f"{store.name}: has no pairs, or `targets` has no prompt ({targets!r}).")

@@ -43,8 +43,11 @@ _STATE_FILE = "loader.json"
 _OF_THE_LOADER = (
     *("per_device_train_batch_size", "per_device_eval_batch_size", "dataloader_num_workers"),
     *("dataloader_prefetch_factor", "dataloader_drop_last", "train_sampling_strategy"),
+    *("dataloader_persistent_workers", "data_seed", "auto_find_batch_size"),
+    *("max_length", "completion_only_loss", "shuffle_dataset", "dataset_text_field"),
+    *("dataset_num_proc", "eval_packing"),
 )
-"""Settings of the Trainer that a ShardLoader has in its place."""
+"""Settings of the Trainer, and of TRL, that a ShardLoader has in its place."""
 
 
 class _WholeSteps(StatefulShardLoader):
@@ -132,7 +135,7 @@ class ShardTrainerMixin:
         if unused:
             warnings.warn(
                 f"{', '.join(unused)}: not used, because the loader makes the batches. Pass "
-                "`batching` and `num_workers` to ShardLoader instead.",
+                "`batching`, `num_workers`, `seed` and `targets` to ShardLoader instead.",
                 stacklevel=3,
             )
 

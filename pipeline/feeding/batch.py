@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, overload
 
 import numpy as np
 
@@ -25,7 +25,14 @@ from tokenfeed.pipeline.feeding.padding import (
     pad_on_host,
     widened,
 )
-from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS, is_kept, no_target, role_of
+from tokenfeed.pipeline.format.schema import (
+    IGNORED,
+    INPUT_IDS,
+    TOKEN_TYPE_IDS,
+    is_kept,
+    no_target,
+    role_of,
+)
 from tokenfeed.pipeline.planning.batching import Round
 from tokenfeed.pipeline.windows.rank_slice import (
     IS_IGNORED,
@@ -390,6 +397,26 @@ _MAKERS: dict[str, Callable[[Batch], Any]] = {
     TARGETS: Batch._labels,
 }
 """What makes each key that is no column."""
+
+
+class _Key:
+    """A key as an attribute that cannot be set, because the mapping would keep its tensor."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, batch: Batch | None, _: type[Batch] | None = None) -> Any:
+        return self if batch is None else batch.__getattr__(self._name)
+
+    def __set__(self, batch: Batch, _: object) -> NoReturn:
+        raise AttributeError(
+            f"`{self._name}` of a Batch cannot be set: `model(**batch)` would not use the value. "
+            f"Change the tensor in place, or pass {{**batch, {self._name!r}: ...}}."
+        )
+
+
+for _name in (INPUT_IDS, TARGETS, TOKEN_TYPE_IDS, ATTENTION_MASK, *_OF_PACKED):
+    setattr(Batch, _name, _Key(_name))
 
 
 def make_batches(

@@ -240,6 +240,8 @@ class ShardLoader:
             from tokenfeed.pipeline.caching.node_cache import cache_for
 
             self._cache = cache_for(sources, plan, cache_dir, cache_bytes)
+        elif cache_bytes is not None:
+            checks.whole("cache_bytes", cache_bytes)
         more_s = _STORE_S if self._least_workers else 0.0
         self._timeout = checks.number("timeout", timeout, unit="seconds") + more_s
         self._delivery = Delivery(Delivered(plan))
@@ -375,6 +377,10 @@ class ShardLoader:
         """
         return self.epochs is not None and self._plan.has_end
 
+    def __bool__(self) -> bool:
+        """True, so that `if loader:` does not ask for a length that may be unknown."""
+        return True
+
     def __len__(self) -> int:
         """Number of batches in a pass. It is known only if an epoch is one window and always has
         the same rows.
@@ -497,11 +503,11 @@ class ShardLoader:
         """Change the weights of the present stage, until its end.
 
         The change begins with the next window that has delivered nothing yet, so the rest of a
-        window still has the old weights. The longest delay is `window_tokens`: by default 12 M
-        tokens or more, also if the data have fewer. A warning names a delay of more than a quarter
-        of the data. Every rank must call this after the same step. The state has the changed list,
-        so a resumed run continues with it, and `stages` returns it. Windows that were made in
-        advance are made again.
+        window still has the old weights. Until then, another call replaces the change. The longest
+        delay is `window_tokens`: by default 12 M tokens or more, also if the data have fewer. A
+        warning names a delay of more than a quarter of the data. Every rank must call this after
+        the same step. The state has the changed list, so a resumed run continues with it, and
+        `stages` returns it. Windows that were made in advance are made again.
 
         Args:
             weights: Folder or URL of a data set of the list -> share of the tokens.
@@ -530,7 +536,8 @@ class ShardLoader:
                 )
         by_data = {of_place[place]: weight for place, weight in by_place(checked).items()}
         before = self._delivery.delivered
-        plan, begins = before.plan.reweighed(by_data, before.position, opened)
+        ends = {stage.until_tokens for stage in self._make_plan.keywords["data"]}
+        plan, begins = before.plan.reweighed(by_data, before.position, opened, ends)
         self._delivery.go_on_from(before.with_plan(plan))
         tokens, read = sum(each.tokens for each in self._sources), sum(before.tokens)
         if begins - read > _LONG_DELAY * tokens:

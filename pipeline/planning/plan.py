@@ -7,7 +7,7 @@ devices. Torch-free.
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
@@ -270,6 +270,7 @@ class Plan:
         weights: Mapping[str, float],
         position: Position,
         opened: Mapping[str, OpenedSplit],
+        ends: Collection[int | None],
     ) -> tuple[Self, int]:
         """Return the plan with other weights from the first window that has not begun, and the
         tokens of the run at its beginning.
@@ -278,6 +279,8 @@ class Plan:
             weights: Weights by fingerprint.
             position: What was delivered.
             opened: The data sets by fingerprint.
+            ends: Where the stages of the user's list end. At another end, an earlier change of
+                weights waits for its window, and is replaced.
 
         Raises:
             ConfigError: The weights cannot change there.
@@ -295,6 +298,8 @@ class Plan:
         history = self._history(self.stages, self.data, position)
         number = self.order.stretch_of(position.window)
         now, later = self.stages[number], self.stages[number + 1 :]
+        if history.stop == now.until and later and now.until not in ends:
+            now, later = later[0], later[1:]
         if history.stop == now.until:
             raise ConfigError(
                 f"`reweigh`: the present stage ends at token {now.until:,}, and its last window "

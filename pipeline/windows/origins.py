@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tokenfeed.pipeline.arithmetic import offsets_of
+from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.format.manifest import read_checked
 from tokenfeed.pipeline.format.schema import INPUT_IDS, ORIGIN_FILE, ORIGIN_RECORD
@@ -47,9 +48,16 @@ def origins_of(
         lengths: Tokens of each piece, shape (P,).
 
     Raises:
+        ConfigError: The data sets have fewer rows.
         ShardFormatError: A shard is missing or damaged.
         ManifestError: The list of input files is missing or damaged.
     """
+    if len(rows) and rows.max() >= sum(source.rows for source in sources):
+        raise ConfigError(
+            f"`batch`: has row {rows.max():,}, but {', '.join(source.name for source in sources)} "
+            f"has rows 0 to {sum(source.rows for source in sources) - 1:,}. Use the loader that "
+            "delivered the batch."
+        )
     wanted, places = np.unique(rows, return_inverse=True)
     found = list(_of_sources(sources, wanted))
     row_starts = offsets_of(np.array([source.rows for source in sources]))

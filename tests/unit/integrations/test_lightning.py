@@ -208,6 +208,11 @@ def test_loader_without_adapter_is_refused_by_the_trainer_of_lightning(
         trainer(tmp_path, max_steps=1).fit(new_model(), ShardLoader(both_splits, **BATCHES))
 
 
+def test_device_of_a_data_module_is_refused(both_splits: Path) -> None:
+    with pytest.raises(ConfigError, match="`device`='cuda': the batches are on the device of the"):
+        module_of(both_splits, device="cuda")
+
+
 def test_fabric_saves_the_state_after_the_last_batch(both_splits: Path, tmp_path: Path) -> None:
     """Fabric does not fetch ahead, also where the length is unknown."""
     from lightning.fabric import Fabric

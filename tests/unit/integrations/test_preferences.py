@@ -76,6 +76,10 @@ def test_data_sets_without_pairs_are_refused(tokenizer: Path) -> None:
     pretokenize(rows, tokenizer / "chat", task="chat", tokenizer=tokenizer, validation=0)
     with pytest.raises(ConfigError, match="has a row that is no pair"):
         next(preference_pairs(tokenizer / "chat"))
+    texts = [{"text": "a b"}, {"text": "c d"}]
+    pretokenize(texts, tokenizer / "texts", tokenizer=tokenizer, validation=0)
+    with pytest.raises(ConfigError, match="texts: has no pairs, because its task is lm"):
+        next(preference_pairs(tokenizer / "texts"))
     with pytest.raises(ConfigError, match="expected both chosen and rejected"):
         made(tokenizer, rows, {"prompt": "prompt", "chosen": "chosen"})
 

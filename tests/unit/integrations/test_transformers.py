@@ -53,9 +53,12 @@ def test_settings_of_the_trainer_that_the_loader_replaces_are_named(
         use_cpu=True,
         per_device_train_batch_size=2,
         dataloader_num_workers=3,
+        data_seed=4,
+        auto_find_batch_size=True,
     )
     model = transformers.AutoModelForCausalLM.from_config(config_of("Llama"))
-    unused = "^per_device_train_batch_size=2, dataloader_num_workers=3: not used"
+    named = "per_device_train_batch_size=2, dataloader_num_workers=3, data_seed=4, auto_find_batch"
+    unused = f"^{named}_size=True: not used"
     with pytest.warns(UserWarning, match=unused):
         ShardTrainer(model=model, args=args, train_dataset=open_split(shards))
 

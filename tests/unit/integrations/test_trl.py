@@ -110,6 +110,12 @@ def test_preparation_by_trl_is_refused(shards: Path, tmp_path: Path, name: str) 
         trainer(ShardSFTTrainer, tmp_path, loader_of(shards, Packed(32, 2)), args={name: True})
 
 
+def test_settings_of_trl_that_the_loader_replaces_are_named(shards: Path, tmp_path: Path) -> None:
+    settings = {"max_length": 16, "completion_only_loss": False}
+    with pytest.warns(UserWarning, match="max_length=16, completion_only_loss=False: not used"):
+        trainer(ShardSFTTrainer, tmp_path, loader_of(shards, Packed(32, 2)), args=settings)
+
+
 def test_formatting_function_is_refused(shards: Path, tmp_path: Path) -> None:
     loader = loader_of(shards, Packed(32, 2))
     with pytest.raises(ConfigError, match="`formatting_func`: has no effect"):

@@ -326,10 +326,14 @@ def test_a_batch_unpacks_like_a_dict(batching: Batching, pairs: bool, keys: list
     assert batch.labels is batch["labels"]
     with pytest.raises(AttributeError, match=r"'lables'\. Its keys are input_ids, "):
         batch.lables  # noqa: B018
+    for key in keys:
+        with pytest.raises(AttributeError, match=rf"^`{key}` of a Batch cannot be set: `model\("):
+            setattr(batch, key, batch[key])
     for missing in ("label", {"attention_mask", "position_ids"}.difference(keys).pop()):
         assert missing not in batch
         with pytest.raises(KeyError, match=missing):
             batch[missing]
+        assert not hasattr(batch, missing)
 
 
 @pytest.mark.parametrize("batching", [Padded(100), Packed(8, 2)])

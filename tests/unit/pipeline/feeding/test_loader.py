@@ -22,6 +22,7 @@ from support.delivery import (
 from torch.utils.data import DataLoader
 
 from tokenfeed import Fixed, Mixture, Packed, Padded, ShardDataset, ShardLoader, pretokenize
+from tokenfeed.integrations.dataloader import StatefulShardLoader
 from tokenfeed.pipeline.errors import ConfigError, LoaderError, ManifestError
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.planning.policies import Batching
@@ -137,6 +138,8 @@ def test_several_windows_have_no_length_but_make_a_list(folder: Path) -> None:
     loader = open_loader(folder)
     with pytest.raises(TypeError, match="estimated_batches"):
         len(loader)
+    assert loader, "`if loader:` must not ask for the length"
+    assert StatefulShardLoader(loader)
     assert len(list(loader)) > 10
     with pytest.raises(TypeError):
         len(open_loader(folder, epochs=None, window_tokens=None))

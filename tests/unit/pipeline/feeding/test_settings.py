@@ -78,6 +78,7 @@ WRONG: dict[str, list[Any]] = {
     "num_workers": [1.0, "1", True, -1, None, 100_000],
     "timeout": ["5", True, 0, -1, math.nan, None],
     "num_streams": [1.0, "1", True, 0, -1],
+    "cache_bytes": ["10GB", 1.5, True, -1],
     "ignore_index": [1.0, "0", True, None, 10**30],
     "device": [None, 1.5, "gpu", "meta"],
     "batching": [None, "padded", Wider(100)],

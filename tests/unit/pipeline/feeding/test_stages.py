@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -546,6 +546,25 @@ def test_reweigh_returns_its_beginning_and_warns_of_a_long_delay(folders: list[P
         edited = [Stage({first: 1, second: 1}, until_tokens=9_000), Stage({second: 1})]
         with pytest.raises(ResumeError, match=r"ends at token 12,4..,....*`window_tokens`"):
             open_loader(edited, SMALL, window_tokens=None).load_state_dict(state)
+
+
+def test_second_change_of_weights_in_a_window_replaces_the_first(folders: list[Path]) -> None:
+    first, second, *_ = folders
+    list_ = [Stage({first: 1, second: 1}, until_tokens=1_500), Stage({first: 1, second: 1})]
+    loaders = [open_loader(list_, SMALL, **OPTIONS) for _ in range(3)]  # type: ignore[arg-type]
+    for loader in loaders:
+        for _ in islice(loader, 10):
+            pass
+    once, twice, resumed = loaders
+    begins = once.reweigh({first: 1, second: 4})
+    assert twice.reweigh({second: 1}) == begins
+    resumed.load_state_dict(json.loads(json.dumps(twice.state_dict())))
+    for loader in (twice, resumed):
+        assert loader.reweigh({first: 1, second: 4}) == begins
+        assert loader.state_dict() == once.state_dict()
+        assert loader.stages == once.stages
+    rest = [[spans(batch) for batch in islice(loader, 40)] for loader in loaders]
+    assert rest[0] == rest[1] == rest[2]
 
 
 def test_rest_of_a_stage_that_is_too_short_is_refused_with_its_tokens(folders: list[Path]) -> None:

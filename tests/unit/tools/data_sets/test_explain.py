@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from support.delivery import POLICIES, open_loader, spans, tokens_of
 from tokenizers import Tokenizer
 
 from tokenfeed import Mixture, ShardLoader
+from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.tools import shards
@@ -43,6 +45,12 @@ def test_the_pieces_of_a_batch_are_told_with_their_records_and_tokens(
             told = loader.explain(batch)
             assert [(o.record, o.start, o.stop - o.start) for o in told] == spans(batch)
             assert {o.file for o in told} == {"corpus.txt"}
+
+
+def test_a_batch_of_other_data_is_refused(folder: Path, make_dataset: MakeDataset) -> None:
+    small = open_loader(make_dataset(np.full(5, 9)))
+    with pytest.raises(ConfigError, match=r"^`batch`: has row .* has rows 0 to 4. Use the loader"):
+        small.explain(next(iter(open_loader(folder))))
 
 
 def test_the_tokens_that_are_told_are_those_of_the_batch(documents: Path) -> None:
