@@ -32,6 +32,7 @@ from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.corpus.records import Unusable
 from tokenfeed.tools.encoding.chat import ChatTemplate
 from tokenfeed.tools.encoding.chat_messages import Conversation, read_messages
+from tokenfeed.tools.encoding.chat_renderer import Renderer
 from tokenfeed.tools.encoding.chat_spans import COUNTS, Rendered
 from tokenfeed.tools.encoding.engines import ReferenceEngine
 from tokenfeed.tools.encoding.tasks.base import Samples
@@ -883,6 +884,71 @@ def test_batches_are_encoded_as_conversations_alone(
             assert together.per_token[column].rows()[row].tolist() == expected.tolist()
         for count in alone.counts:
             assert together.counts[count][row] == alone.counts[count][0]
+
+
+@pytest.mark.parametrize("has_tools", [False, True])
+def test_later_conversations_are_rendered_once(
+    has_tools: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first one of each shape is rendered with marks, whatever its texts and tools."""
+    texts: list[str] = []
+    render = Renderer.render
+
+    def counted(renderer: Renderer, *arguments: Any) -> str:
+        texts.append(render(renderer, *arguments))
+        return texts[-1]
+
+    monkeypatch.setattr(Renderer, "render", counted)
+    made = [with_calls(number) for number in range(20)]
+    tools = [[{"name": f"tool {n}" * 20}] if has_tools else None for n in range(20)]
+    task, engine = encoder(QWEN_GENERATING)
+    samples = task.encode({"messages": made, "tools": tools}, engine.encode, Template((), (), ()))
+    assert not samples.unusable
+    assert len(texts) == len(made) + 2  # with an empty content, and without
+
+
+def with_calls(number: int) -> list[Message]:
+    """Return a conversation whose texts depend on a number. The template leaves out the ids."""
+    function = {"name": "weather", "arguments": {"city": f"Bern {number}", "days": number}}
+    calls = [{"id": f"{number} {n}", "type": "function", "function": function} for n in (1, 2)]
+    return [
+        {"role": "system", "content": "Be brief." if number % 3 else ""},
+        {"role": "user", "content": f"question {number}"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": f"sunny, {number}", "tool_call_id": calls[1]["id"]},
+        {"role": "assistant", "content": f"answer {number}"},
+    ]
+
+
+def test_a_content_that_some_conversations_repeat_has_its_kind() -> None:
+    """The text before the first content must be known, too."""
+    title = "{% if messages[0].content | length > 5 %}{{ messages[0].content }}: {% endif %}"
+    asked = [[{"role": "user", "content": text}, *SHORT[0][1:]] for text in ("short", "longer")]
+    together, alone = (encode(title + GENERATING, batch) for batch in (asked, asked[1:]))
+    kinds = together.per_token["kinds"].rows()[1].tolist()
+    assert kinds == alone.per_token["kinds"].rows()[0].tolist()
+    assert kinds[0] & 7 == Kind.USER
+
+
+@pytest.mark.parametrize(
+    ("end", "pieces"),
+    [
+        ("<|im_end|> bye", [("text", "yes<|im_end|> bye")]),
+        ("<|im_end|>\n", [("text", "yes"), ("stop", "<|im_end|>\n")]),
+        ("<s><|im_end|>", [("text", "yes<s>"), ("stop", "<|im_end|>")]),
+        ("<|im_end|> bye</s>", [("text", "yes<|im_end|> bye"), ("stop", "</s>")]),
+    ],
+)
+def test_only_white_space_may_follow_the_stop_token(
+    end: str, pieces: list[tuple[str, str]]
+) -> None:
+    generating = f"{{% generation %}}{{{{ m.content }}}}{end}{{% endgeneration %}}"
+    source = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "yes"}]
+    source += f"{generating}{{% endif %}}{{% endfor %}}"
+    assert pieces_of(source, messages) == [("user", "a"), *pieces]
+    no_stop = rendered(source, messages).counts[COUNTS.index("no_stop")]
+    assert no_stop == (pieces[-1][0] != "stop")
 
 
 def test_null_contents_are_those_of_transformers() -> None:
