@@ -19,6 +19,7 @@ from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, Manifest, read_ch
 from tokenfeed.pipeline.format.schema import IGNORED
 from tokenfeed.tools.corpus.spool import Spool
 from tokenfeed.tools.encoding.chat_messages import UNREAD_KEY
+from tokenfeed.tools.encoding.labels import Labels
 from tokenfeed.tools.encoding.limit import TRAIN
 from tokenfeed.tools.encoding.record_blocks import UnitResult
 from tokenfeed.tools.jobs.run_records import (
@@ -181,23 +182,24 @@ def _encode(run: Prepared, records: RunRecords) -> Manifest:
         raise failure
     manifest = commit(run, results)
     remove_records(run.output)
-    _warn_of_labels(manifest.label_names, results)
+    _warn_of_labels(run.task.labels, results)
     return manifest
 
 
-def _warn_of_labels(names: tuple[str, ...], results: list[UnitResult]) -> None:
-    """Warn of labels that some rows have, but none in the split train."""
+def _warn_of_labels(labels: Labels, results: list[UnitResult]) -> None:
+    """Warn of labels that records have, but no row of the split train."""
     found: dict[str, set[int]] = {}
-    for split, labels in chain.from_iterable(result.labels.items() for result in results):
-        found.setdefault(split, {IGNORED}).update(labels)
+    for split, numbers in chain.from_iterable(result.labels.items() for result in results):
+        found.setdefault(split, {IGNORED}).update(numbers)
     learnt = found.pop(TRAIN, set())
-    if learnt and (others := sorted(set().union(*found.values()) - learnt)):
+    named = set[int]() if labels.are_numbers else {*range(len(labels.names))}
+    if learnt and (others := sorted(named.union(*found.values()) - learnt)):
+        splits = ", ".join(split for split, numbers in found.items() if numbers & {*others})
         logger.warning(
-            "%s of %s labels, like %s, have no row in the split train, only in %s. A model gets an "
-            "output for each of them and does not learn it: move records to train, or leave them "
-            "out",
-            *(f"{len(others):,}", f"{len(names):,}", names[others[0]]),
-            ", ".join(split for split, labels in found.items() if labels & {*others}),
+            "%s of %s labels, like %s, have no row in the split train%s. A model gets an output "
+            "for each of them and does not learn it: move records to train, or leave them out",
+            *(f"{len(others):,}", f"{len(labels.names):,}", labels.names[others[0]]),
+            splits and f", only in {splits}",
         )
 
 

@@ -302,6 +302,8 @@ def test_labels_that_no_row_of_train_has_are_named(
     made = run(tmp_path, tmp_path / "out", *options, "--exclude", "mixed")
     said = "2 of 4 labels, like c, have no row in the split train, only in test, validation."
     assert said in made.stderr
+    made = run(tmp_path / "train.jsonl", tmp_path / "first", *options, "--limit", 1)
+    assert "1 of 2 labels, like " in made.stderr
 
 
 def test_record_without_text_is_not_called_one_without_label(tmp_path: Path) -> None:
