@@ -338,7 +338,7 @@ class _Number:
         return repr(self.value)
 
     def __eq__(self, other: object) -> bool:
-        return self.value == other
+        return self.value is other or self.value == other  # NaN only is itself
 
     __hash__ = None  # type: ignore[assignment]
 
