@@ -352,7 +352,6 @@ class KnownText:
                 is_here = start >= 0
                 while is_here and waiting and start <= waiting[-1].start <= waiting[-1].end <= end:
                     waiting.pop()
-                is_here = is_here and not (waiting and waiting[-1].start < end)
             else:
                 end = start + len(content)
                 is_here = bool(waiting) and waiting[-1][:4] == (start, end, message, kind)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import math
 import pickle
 import random
 import re
@@ -30,10 +31,11 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from tokenfeed.pipeline.format.kinds import Kind, kinds_of
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.corpus.records import Unusable
+from tokenfeed.tools.encoding import chat
 from tokenfeed.tools.encoding.chat import ChatTemplate
 from tokenfeed.tools.encoding.chat_messages import Conversation, read_messages
 from tokenfeed.tools.encoding.chat_renderer import Renderer
-from tokenfeed.tools.encoding.chat_spans import COUNTS, Rendered
+from tokenfeed.tools.encoding.chat_spans import COUNTS, Rendered, contents_of
 from tokenfeed.tools.encoding.engines import ReferenceEngine
 from tokenfeed.tools.encoding.tasks.base import Samples
 from tokenfeed.tools.encoding.tasks.chat import ChatEncoder
@@ -920,14 +922,53 @@ def with_calls(number: int) -> list[Message]:
     ]
 
 
-def test_a_content_that_some_conversations_repeat_has_its_kind() -> None:
-    """The text before the first content must be known, too."""
-    title = "{% if messages[0].content | length > 5 %}{{ messages[0].content }}: {% endif %}"
-    asked = [[{"role": "user", "content": text}, *SHORT[0][1:]] for text in ("short", "longer")]
-    together, alone = (encode(title + GENERATING, batch) for batch in (asked, asked[1:]))
-    kinds = together.per_token["kinds"].rows()[1].tolist()
-    assert kinds == alone.per_token["kinds"].rows()[0].tolist()
-    assert kinds[0] & 7 == Kind.USER
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% if messages[0].is_odd %}{{ messages[0].content }}: {% endif %}" + GENERATING,
+        GENERATING + "{{ messages[0].content }}",
+        GENERATING.replace(
+            "message.content +", "(messages[1] if message.is_odd else message).content +"
+        ),
+    ],
+    ids=["title", "end", "place of another"],
+)
+def test_a_content_that_the_template_repeats_has_its_kind(source: str) -> None:
+    """The first conversation does not show it, or it looks like text of the template."""
+    batch = [
+        [
+            {"role": "user", "content": "question", "is_odd": is_odd},
+            {"role": "assistant", "content": "answered"},
+        ]
+        for is_odd in (False, True, False)
+    ]
+    together = encode(source, batch)
+    for row, messages in enumerate(batch):
+        (alone,) = encode(source, [messages]).per_token["kinds"].rows()
+        assert together.per_token["kinds"].rows()[row].tolist() == alone.tolist()
+
+
+def test_conversations_that_never_fit_are_tried_fifty_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[Conversation] = []
+    monkeypatch.setattr(chat, "contents_of", lambda each: tried.append(each) or contents_of(each))
+    encode(GENERATING + "{{ messages[0].content }}", [SHORT[n % 2] for n in range(80)])
+    assert len(tried) == 50
+
+
+def test_a_content_that_the_template_rewrites_teaches_nothing() -> None:
+    """Marks make short contents long, so nothing proves where they are."""
+    source = GENERATING.replace(
+        "message.content +",
+        "(message.content if message.content | length < 3 else message.content | upper) +",
+    )
+    batch = [
+        [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
+        for text in ("loud", "hi")
+    ]
+    together, alone = encode(source, batch), encode(source, batch[1:])
+    assert together.counts["unproved"].tolist() == [0, *alone.counts["unproved"]] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -949,6 +990,15 @@ def test_only_white_space_may_follow_the_stop_token(
     assert pieces_of(source, messages) == [("user", "a"), *pieces]
     no_stop = rendered(source, messages).counts[COUNTS.index("no_stop")]
     assert no_stop == (pieces[-1][0] != "stop")
+
+
+def test_a_number_that_is_not_equal_to_itself_is_no_change() -> None:
+    """The template was said to change the messages."""
+    messages = [{**each, "score": math.nan} for each in SHORT[0]]
+    source = GENERATING.replace("message.content +", "message.content ~ (message.score | tojson) ~")
+    samples = encode(source, [messages])
+    ids = peer().apply_chat_template(messages, chat_template=source, return_dict=True)
+    assert samples.per_token["input_ids"].values.tolist() == ids["input_ids"]
 
 
 def test_null_contents_are_those_of_transformers() -> None:
