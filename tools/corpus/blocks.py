@@ -24,6 +24,7 @@ import numpy as np
 import pyarrow as pa
 import zstandard
 
+from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.tools.corpus.locations import Location, open_location
 
 Compression = Literal["gz", "zst", "bz2", "xz"]
@@ -142,7 +143,7 @@ def unmarked_encoding(beginning: bytes) -> str | None:
         if by_place[high] == count and by_place[next_] > 0.99 * count > 2 * by_place[low]:
             return f"utf-32-{ending}"
     even, odd = is_nul[::2].sum(), is_nul[1::2].sum()
-    fewest = max(_SHARE_OF_NULS * 2 * count, min(_FEWEST_NULS, count))
+    fewest = max(_SHARE_OF_NULS * 2 * count, min(_FEWEST_NULS, ceil_div(len(is_nul), 4)))
     if max(even, odd) < max(fewest, 20 * min(even, odd)):
         return None
     return "utf-16-le" if odd > even else "utf-16-be"
