@@ -142,7 +142,10 @@ def unmarked_encoding(beginning: bytes) -> str | None:
     for high, next_, low, ending in ((3, 2, 0, "le"), (0, 1, 3, "be")):
         if by_place[high] == count and by_place[next_] > 0.99 * count > 2 * by_place[low]:
             return f"utf-32-{ending}"
-    even, odd = is_nul[::2].sum(), is_nul[1::2].sum()
+    pairs = is_nul[: len(is_nul) // 2 * 2].reshape(-1, 2)
+    if pairs.all(1).any():  # a text has no NUL
+        return None
+    even, odd = pairs.sum(0)
     fewest = max(_SHARE_OF_NULS * 2 * count, min(_FEWEST_NULS, ceil_div(len(is_nul), 4)))
     if max(even, odd) < max(fewest, 20 * min(even, odd)):
         return None
