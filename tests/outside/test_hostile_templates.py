@@ -5,7 +5,6 @@ pays for: they would overflow the stack, fill the memory or not end. The system 
 """
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +77,14 @@ CHATML = (
     "{% endfor %}"
 )
 
+LAUNCH = """
+import os, sys
+process = os.spawnv(os.P_NOWAIT, sys.argv[1], sys.argv[1:])
+_, status, used = os.wait4(process, 0)
+print(os.waitstatus_to_exitcode(status), used.ru_maxrss)
+"""
+"""A process's memory counts from the one that starts it, and a worker of pytest may have 3 GB."""
+
 
 def ended(template: str, folder: Path, tokenizer: Path) -> tuple[int, list[str], int]:
     """Return the exit code of a run with a template, its lines on stderr, and its memory in MB."""
@@ -86,12 +93,10 @@ def ended(template: str, folder: Path, tokenizer: Path) -> tuple[int, list[str],
     (folder / "t.jinja").write_text(template + CHATML)
     command = [sys.executable, "-m", "tokenfeed.tools.pretokenize", "chats.jsonl", "out"]
     command += ["--task", "chat", "--tokenizer", str(tokenizer), "--chat-template", "t.jinja"]
-    with open(folder / "stderr", "wb") as stderr:
-        process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=stderr)
-        _, status, used = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    lines = (folder / "stderr").read_text().splitlines()
-    return process.returncode, lines, used.ru_maxrss >> 10
+    command = [sys.executable, "-c", LAUNCH, *command]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    code, kilobytes = map(int, done.stdout.splitlines()[-1].split())
+    return code, done.stderr.splitlines(), kilobytes >> 10
 
 
 @pytest.mark.parametrize("name", [*REJECTED, *REFUSED])
