@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tokenfeed.trainer.stall import StallMeter
-from tokenfeed.trainer.stall.causes import Cause
+from tokenfeed.trainer.stall.marks import Phase
 
 
 class SimulatedClock:
@@ -42,14 +42,14 @@ class SharedClock:
         """Use the clock in this process, and count from here on how often it begins to wait."""
         self._rank = rank
         time.perf_counter = lambda: self._shared[0]
-        enter = StallMeter.enter
+        begin = StallMeter.begin
 
-        def counted(meter: StallMeter, name: Cause) -> object:
-            outer = enter(meter, name)
-            self._shared[1 + rank] += name == "communication"
+        def counted(meter: StallMeter, phase: Phase) -> object:
+            outer = begin(meter, phase)
+            self._shared[1 + rank] += phase == "communication"
             return outer
 
-        StallMeter.enter = counted  # type: ignore[method-assign, assignment]
+        StallMeter.begin = counted  # type: ignore[method-assign, assignment]
 
     def sleep(self, seconds: float) -> None:
         """Move the clock when the other rank waits for this one."""
