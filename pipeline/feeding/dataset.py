@@ -173,7 +173,7 @@ class ShardDataset(IterableDataset[WindowSlice]):
     def __iter__(self) -> Iterator[WindowSlice]:
         self._ranks.check_now()
         collator = sys._getframe(1).f_locals.get("collate_fn")
-        if getattr(collator, "__module__", "").partition(".")[0] == "transformers":
+        if (getattr(collator, "__module__", None) or "").startswith("transformers."):
             raise ConfigError(
                 "a collator of transformers would join items of a ShardDataset, which are slices "
                 f"with many batches: {_OF_TRANSFORMERS}."

@@ -9,6 +9,7 @@ import transformers
 from support.hub_models import config_of, write_shards
 from support.simulated_clocks import SimulatedClock
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import LabelSmoother
 
 from tokenfeed import Fixed, Packed, Padded, ShardDataset, ShardLoader, Stage
@@ -112,6 +113,9 @@ def test_plain_trainer_names_the_trainer_that_takes_shards(
         plain = transformers.Trainer(model=model, args=args, train_dataset=data)
         with pytest.raises(ConfigError, match=r"for `transformers\.Trainer`, .*ShardTrainer"):
             plain.train()
+    seen: list[Any] = []  # a builtin method has no module
+    list(DataLoader(ShardDataset(shards, Padded(128)), batch_size=None, collate_fn=seen.append))
+    assert seen
 
 
 def test_trainer_refuses_models_that_mix_packed_documents(shards: Path, tmp_path: Path) -> None:
