@@ -28,7 +28,6 @@ from tokenfeed.pipeline.planning.batching import Round
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.planning.state import Delivered
 from tokenfeed.pipeline.windows.maker import WindowMaker
-from tokenfeed.pipeline.windows.rank_slice import TARGETS
 
 if TYPE_CHECKING:
     import torch
@@ -109,8 +108,6 @@ def _end(batches: "Batches", pool: WorkerPool | None) -> None:
 
 
 def _on_host(source: WindowSource, form: BatchForm, counters: Counters, prefetch: int) -> "Batches":
-    """Yield batches, made when none is left: then `prefetch` more, since a batch made after a step,
-    with cold caches, takes several times as long as the batches made right after it."""
     ahead: deque[tuple[Batch, Round]] = deque()
     while True:
         if ahead and not source.is_ready():  # a finished batch never waits for a worker
@@ -123,14 +120,11 @@ def _on_host(source: WindowSource, form: BatchForm, counters: Counters, prefetch
             raise
         counters.add_window(lease.seconds, lease.ready, lease.fetched)
         for batch, done in make_batches(lease.rank_slice, form):
-            if prefetch:
-                batch[TARGETS]
             ahead.append((batch, done))
             if done.ends_window:
                 lease.release()  # before the training step: a worker can use the time
             if len(ahead) > prefetch:
-                while ahead:
-                    yield ahead.popleft()
+                yield ahead.popleft()
 
 
 class Delivery:

@@ -3,7 +3,7 @@
 As on a GPU, a capture computes nothing: what it writes into older memory is undone, and what it
 allocates is spoiled. A replay runs no Python of the program, so numbers that the program passed
 stay those of the capture; random numbers are drawn from torch's generator as it is then. Graphs
-share their memory: before a replay, all of it is spoiled but for what is said to be held.
+share their memory: a replay first spoils all of it that the program does not hold.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -209,7 +209,7 @@ class TrainConfig:
     num_workers: NotNegative | None = None
     """Loader processes. Default: 0 on cpu; on cuda the processors of this rank, at most 4."""
     prefetch: NotNegative | None = None
-    """Batches in all that are ready on the device ahead of the step. Default: 2 on cuda, 7 on
+    """Batches in all that are ready on the device ahead of the step. Default: 2 on cuda, 0 on
     cpu."""
     cache_dir: Path | None = None
     """Folder that caches shards from a store. Default: $TOKENFEED_CACHE, or a temporary folder."""

@@ -152,7 +152,7 @@ class Shaper:
 
     def __call__(self, batch: Batch) -> MicroBatch:
         """Return the micro-batch of a batch. Queues a few kernels; does not wait for the device."""
-        ids_BT, packed, is_token_BT = batch[INPUT_IDS], ATTENTION_MASK not in batch, None
+        packed, is_token_BT = ATTENTION_MASK not in batch, None
         if packed:
             scope = self._packed(batch)
         else:
@@ -165,9 +165,9 @@ class Shaper:
         if packed and self.apart:
             positions_BT = batch[POSITION_IDS]
         else:
-            positions_BT = self._positions(ids_BT.shape[1], ids_BT.device)
+            positions_BT = self._positions(batch[INPUT_IDS].shape[1], batch.device)
         return MicroBatch(
-            ids_BT=ids_BT,
+            ids_BT=batch[INPUT_IDS],
             targets=batch.targets if self.causal else batch[TARGETS],
             positions_BT=positions_BT,
             scope=scope,

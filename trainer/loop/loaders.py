@@ -49,9 +49,6 @@ _WINDOW_TOKENS = 1 << 23
 """Tokens of an evaluation that are arranged together. The default depends on the micro-batch."""
 _ON_CPU = 2048
 """Most tokens of a micro-batch on a CPU. More gain nothing, and do not fit the caches."""
-_MADE_AHEAD = 7
-"""Batches that a CPU makes at once besides the next one. A step empties the caches, so only the
-first of them takes long."""
 
 _log = logging.getLogger(__name__)
 
@@ -109,13 +106,12 @@ class SplitLoaders:
         workers: int | Literal["auto"] | None = config.num_workers
         if workers is None:  # on a CPU, workers would slow training down
             workers = 0 if on_cpu else "auto"
-        prefetch = _MADE_AHEAD if on_cpu and config.prefetch is None else config.prefetch
         loader = self.open(
             "train",
             self.policy,
             training_source(config, self._policy_of),
             num_workers=workers,
-            prefetch=prefetch,
+            prefetch=config.prefetch,
             epochs=None,
             micro_batches_per_step=config.accumulation,
             order=config.order,
