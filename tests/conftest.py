@@ -18,7 +18,7 @@ import pytest
 pytest.register_assert_rewrite("support")
 
 from hypothesis import HealthCheck, settings
-from support import warm
+from support import signals, warm
 from support.corpora import WORDS, texts
 from support.data_sets import (
     VOCABULARY_SIZE,
@@ -130,6 +130,13 @@ def no_garbage() -> Iterator[None]:
     yield
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before() -> Iterator[None]:
+    """No test finds the handlers that another one has left."""
+    with signals.kept():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from support import warm
+from support import signals, warm
 from tokenfeed.pipeline import processes
 from tokenfeed.tools import pretokenize
 from tokenfeed.tools.shell import console
@@ -109,19 +109,20 @@ def _undone(words: list[str]) -> Iterator[None]:
     """Take back what a command does to its process."""
     log = logging.getLogger("tokenfeed")
     before = sys.argv, os.environ.copy(), log.handlers, log.level
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     sys.argv, log.handlers = words, []
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
-        with mock.patch("gc.freeze"), mock.patch.object(processes, "subprocess", warm.PROGRAMS):
+        with (
+            signals.kept(),
+            mock.patch("gc.freeze"),
+            mock.patch.object(processes, "subprocess", warm.PROGRAMS),
+        ):
             yield
     finally:
         sys.argv, environment, log.handlers, level = before
         log.setLevel(level)
         os.environ.clear()
         os.environ.update(environment)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
         console._said = False
 
 

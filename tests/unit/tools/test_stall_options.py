@@ -1,19 +1,11 @@
 """Options of `tokenfeed stall`: every error is one line on stderr, and exits with 2."""
 
-import sys
 from pathlib import Path
 
 import pytest
+from support.commands import call
 
 from tokenfeed.tools import stall
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["stall", *words])
-    with pytest.raises(SystemExit) as ended:
-        stall.main()
-    return int(ended.value.code or 0)
-
 
 LAUNCHERS = {
     "torchrun --nproc-per-node 2 train.py --lr 1": (
@@ -38,11 +30,8 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("words", LAUNCHERS)
-def test_launcher_is_refused_with_the_right_command(
-    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, *words.split()) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+def test_launcher_is_refused_with_the_right_command(words: str) -> None:
+    (line,) = call(stall.main, *words.split(), expect=2).stderr.splitlines()
     assert line.endswith(f"`{LAUNCHERS[words]}`.")
 
 
@@ -72,27 +61,19 @@ def test_launcher_is_refused_with_the_right_command(
     ],
 )
 def test_wrong_option_is_refused_in_one_line(
-    words: str,
-    named: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    words: str, named: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     for name in ("x.py", "book.ipynb"):
         (tmp_path / name).write_text("raise SystemExit(9)")
-    assert run(monkeypatch, *words.split()) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = call(stall.main, *words.split(), expect=2).stderr.splitlines()
     assert line.startswith("error: ")
     assert named in line
 
 
-def test_help_names_every_option(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, "--help") == 0
-    found = capsys.readouterr().out
+def test_help_names_every_option() -> None:
+    found = call(stall.main, "--help").stdout
     for option in ("--steps A:B", "--out DIR", "--fail-above SHARE", "--ideal-loader N"):
         assert option in found
     assert "SCRIPT" in found
