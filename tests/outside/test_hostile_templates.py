@@ -45,6 +45,9 @@ REJECTED = {
     "division": "{{ 1 // 0 }}",
     "power": "{{ 10 ** 10**9 }}",
     "surrogate": "{{ '\\ud800' }}",
+    "method": "{{ messages.append }}",
+    "method of a message": "{% for m in messages %}{{ m.items }}{% endfor %}",
+    "method in upper case": "{{ [messages[0].get] | string | upper }}",
 }
 REFUSED = {
     "parentheses": "{{ " + "(" * 2000 + ")" * 2000 + " }}",
@@ -135,3 +138,22 @@ def test_a_record_with_a_reserved_argument_ends_no_run(
     )
     assert made.summary.documents + len(made.rejects) == 2
     assert made.summary.documents >= 1
+
+
+def test_a_template_may_write_an_address_that_a_message_has(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    messages = [
+        {"role": "user", "content": "what is <A object at 0x7F00>?"},
+        {"role": "assistant", "content": "b"},
+    ]
+    (tmp_path / "t.jinja").write_text(CHATML.replace("m.content", "m.content | lower"))
+    made = pretokenize(
+        [{"messages": messages}],
+        tmp_path / "out",
+        task="chat",
+        tokenizer=tokenizer,
+        chat_template=tmp_path / "t.jinja",
+        validation=0,
+    )
+    assert made.summary.documents == 1

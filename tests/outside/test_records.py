@@ -101,6 +101,20 @@ def test_labels_are_names_or_whole_numbers_from_0(tmp_path: Path, tokenizer: Pat
     assert len(made.manifest.label_names) == 3
 
 
+def test_labels_that_look_alike_stay_classes_and_are_named(
+    tmp_path: Path, tokenizer: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    labels = ["positive"] * 9 + ["Positive"] * 2 + ["positive ", "good\u0301", "go\u014fd"]
+    labels += ["caf\u00e9", "cafe\u0301", "other"]
+    rows = [{"text": f"text {n}", "label": label} for n, label in enumerate(labels)]
+    made = tokenfeed.pretokenize(
+        rows, tmp_path / "out", task="classify", tokenizer=tokenizer, validation=0
+    )
+    assert list(made.manifest.label_names) == sorted({*labels})
+    (line,) = (each for each in caplog.messages if "differ only in" in each)
+    assert "'positive' (9), 'Positive' (2), 'positive ' (1), and 1 more such group" in line
+
+
 def test_decimals_of_tables_are_numbers_in_a_joined_field(tmp_path: Path, tokenizer: Path) -> None:
     table = pa.table({"price": pa.array([Decimal("1.50")]), "score": pa.array([Decimal("2.5")])})
     field = {"text": "price {price}"}

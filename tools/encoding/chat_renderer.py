@@ -61,6 +61,7 @@ _INTEGER_BITS = 63
 UNLIKE_SPACE = re.compile(r'"(?:\\[nrtf]|\s)*\\u001[c-f]|\\u001[c-f](?:\\[nrtf]|\s)*"')
 """Matches, in JSON, a text that begins or ends with a character that only Python takes for white
 space, so that `trim` differs."""
+_ADDRESS = re.compile(r"object at 0x[0-9a-f]+>")
 _RAW = re.compile(r"\{%[-+]?\s*raw\b")
 _PLACE = re.compile(r" \(in \w+:(\d+)\)")
 
@@ -172,9 +173,16 @@ class Renderer:
         """
         marks = {_BEGIN: begin, _END: end}
         try:
-            return self._environment.render_template("text", **variables, **marks)
+            text = self._environment.render_template("text", **variables, **marks)
         except BaseException as error:
             raise unusable("the template fails", error) from None
+        found = {*_ADDRESS.findall(text.lower())} if "0x" in text or "0X" in text else None
+        if found and found - {*_ADDRESS.findall(f"{self._source}{variables}".lower())}:
+            raise Unusable(
+                "the template fails: it writes a method, like `messages.append`, with its "
+                "address in memory, which differs between runs. Call the method"
+            )
+        return text
 
     @functools.cached_property
     def unset(self) -> set[str]:

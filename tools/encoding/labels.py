@@ -10,8 +10,10 @@ Units are counted by any process, in any order. Labels of records that cannot be
 """
 
 import json
+import logging
 import re
-from collections import Counter
+import unicodedata
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from tokenfeed.pipeline.errors import CorpusError
+from tokenfeed.pipeline.text import count_of
 from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.input_files import InputFile
 from tokenfeed.tools.corpus.records import FieldKind
@@ -27,6 +30,8 @@ from tokenfeed.tools.corpus.units import Unit, fetched_ahead, first_reject, read
 
 if TYPE_CHECKING:
     from tokenfeed.tools.encoding.tasks.base import TaskEncoder
+
+logger = logging.getLogger(__name__)
 
 _WHOLE_NUMBER, _CODE = re.compile("0|[1-9][0-9]*"), re.compile("0[0-9]+")
 _FLOAT = re.compile(r" is (?:-?[0-9]+\.[0-9]+|nan|half_?float|float|double),")
@@ -117,6 +122,7 @@ def find_labels(
         raise CorpusError(f"no usable record{lacks}{where}{reason}.{way_on}")
     numbers = _whole_numbers(counts, field)
     if not numbers:
+        _warn_of_alike(counts, field)
         return Labels(tuple(sorted(counts)))
     longest = max(numbers, key=lambda label: (len(label), label))
     if len(longest) > len(str(_MOST_LABELS)) or int(longest) >= _MOST_LABELS:
@@ -142,6 +148,22 @@ def _whole_numbers(counts: Counter[str], field: str) -> list[str]:
         f"{num_others:,} of {total:,}. Correct these, or turn the numbers into names, like "
         f"class-{min(numbers)}."
     )
+
+
+def _warn_of_alike(counts: Counter[str], field: str) -> None:
+    """Warn of labels that a reader takes for one label."""
+    alike = defaultdict(list)
+    for label in sorted(counts, key=lambda label: (-counts[label], label)):
+        folded = unicodedata.normalize("NFKC", label).casefold()
+        alike[" ".join(folded.split())].append(f"{label[:40]!r} ({counts[label]:,})")
+    groups = [labels for labels in alike.values() if len(labels) > 1]
+    if groups:
+        logger.warning(
+            "field `%s` has labels that differ only in case, white space or Unicode form, and each "
+            "becomes a class: %s%s. Write them alike if they mean the same",
+            *(field, ", ".join(groups[0][:5])),
+            f", and {count_of(len(groups) - 1, 'more such group')}" if len(groups) > 1 else "",
+        )
 
 
 def _too_many(field: str, what: str) -> CorpusError:
