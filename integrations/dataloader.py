@@ -21,7 +21,7 @@ Frameworks count positions, ends and lengths of their own. This class gives them
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -145,6 +145,12 @@ class StatefulShardLoader(DataLoader[Any]):
         In a script of Accelerate, before `prepare`: the batches of all ranks.
         """
         return len(self._loader) * (1 if self._is_prepared else _ranks_of_accelerate())
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise ConfigError(
+            "a StatefulShardLoader cannot be indexed: iterate over it; for `transformers.Trainer`, "
+            "pass its ShardLoader to `tokenfeed.integrations.transformers.ShardTrainer`."
+        )
 
     def rewind(self) -> None:
         """See `ShardLoader.rewind`."""

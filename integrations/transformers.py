@@ -65,12 +65,15 @@ class _WholeSteps(StatefulShardLoader):
         super().__init__(loader, transform=lambda batch: batch)  # the loss masks scores
         self._is_prepared = True
         self._size, self._has_ended = size, has_ended
+        self.rows = 0
+        """Rows with data that were delivered."""
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         if self._has_ended():
             return
         place, last = 0, None
         for batch in super().__iter__():
+            self.rows += batch.real_rows
             yield batch
             place, last = (place + 1) % self._size, batch
         if place and last is not None:
@@ -207,9 +210,10 @@ class ShardTrainerMixin:
         with an earlier epoch.
         """
         size = self.args.gradient_accumulation_steps
-        return _WholeSteps(
+        self._trained = _WholeSteps(
             self.train_dataset, size, lambda: 0 < self.state.max_steps <= self.state.global_step
         )
+        return self._trained
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return the loader's own batches. Trainer also calls this with a name, or without a
@@ -221,6 +225,16 @@ class ShardTrainerMixin:
         return _WholeSteps(loader, 1)
 
     get_test_dataloader = get_eval_dataloader
+
+    def log(self: Any, logs: dict[str, float], *args: Any, **settings: Any) -> None:
+        """See `transformers.Trainer.log`. The Trainer computes rows per second from
+        `per_device_train_batch_size`; here they are the rows that the ranks have trained on."""
+        name = "train_samples_per_second"
+        if name in logs:
+            own = torch.tensor(float(self._trained.rows), device=self.args.device)
+            rows = self.accelerator.reduce(own, "mean").item() * self.train_dataset.world_size
+            logs[name] = round(rows / logs["train_runtime"], 3)
+        super().log(logs, *args, **settings)  # type: ignore[misc]
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         """Return the number of targets, the divisor of the loss, and at least 1."""

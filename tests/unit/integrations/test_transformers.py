@@ -1,5 +1,6 @@
 """`transformers.Trainer` over ShardLoaders: what it evaluates, resumes from and refuses."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import LabelSmoother
 
 from tokenfeed import Fixed, Packed, Padded, ShardDataset, ShardLoader, Stage
-from tokenfeed.integrations.dataloader import checked_loader
+from tokenfeed.integrations.dataloader import StatefulShardLoader, checked_loader
 from tokenfeed.integrations.transformers import ShardTrainer, StallCallback
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 
@@ -77,6 +78,19 @@ def test_trainer_evaluates_the_same_rows_each_time(shards: Path, tmp_path: Path)
     assert losses == [fresh.evaluate()["eval_loss"]] * 2
 
 
+@pytest.mark.parametrize("epochs", [None, 1])
+def test_trainer_reports_the_rows_that_it_has_trained(
+    shards: Path, tmp_path: Path, epochs: int | None
+) -> None:
+    trained = trainer(tmp_path, open_split(shards, epochs=epochs)).train()
+    loader = open_split(shards, epochs=epochs)
+    batches = itertools.chain(loader, loader)
+    rows = sum(len(batch.rows) for batch in itertools.islice(batches, trained.global_step))
+    metrics = trained.metrics
+    shown = metrics["train_samples_per_second"] * metrics["train_runtime"]
+    assert shown == pytest.approx(rows, rel=0.01)
+
+
 def test_evaluation_without_an_end_is_refused(shards: Path, tmp_path: Path) -> None:
     endless = open_split(shards, "validation")
     with pytest.raises(ConfigError, match="`eval_dataset`: the loader has no end"):
@@ -109,7 +123,8 @@ def test_plain_trainer_names_the_trainer_that_takes_shards(
     settings["accelerator_config"] = {"dispatch_batches": dispatches}
     args = transformers.TrainingArguments(str(tmp_path), **settings)
     data: Any
-    for data in (ShardDataset(shards, Padded(128)), open_split(shards, epochs=1)):
+    loader = open_split(shards, epochs=1)
+    for data in (ShardDataset(shards, Padded(128)), loader, StatefulShardLoader(loader)):
         plain = transformers.Trainer(model=model, args=args, train_dataset=data)
         with pytest.raises(ConfigError, match=r"for `transformers\.Trainer`, .*ShardTrainer"):
             plain.train()
