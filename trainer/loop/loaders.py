@@ -20,6 +20,7 @@ from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.stages import Stage
+from tokenfeed.pipeline.text import count_of
 from tokenfeed.trainer.config.run_config import (
     MOST_SHAPES,
     Settle,
@@ -75,7 +76,7 @@ class SplitLoaders:
             ConfigError: Settings contradict each other, or the task.
         """
         check_rows(config, task)
-        self._config, self._device, self._manifest = config, device, task.manifest
+        self._config, self._task, self._device = config, task, device
         self.policy = self._policy_of(config.sequence_length)
         """The batching of training."""
         for_evaluation = config.for_evaluation
@@ -117,11 +118,19 @@ class SplitLoaders:
             order=config.order,
             skip=config.skip,
         )
-        if loader.world_size > config.accumulation:
+        ranks, shared = loader.world_size, config.accumulation
+        if ranks > shared:
+            possible = possible_sizes(config, self._task)
+            sizes = [size for size in possible if config.step_slots // size >= ranks]
+            name, row = (
+                ("tokens", 1) if config.step_rows is None else ("rows", config.sequence_length)
+            )
+            least = ranks * possible[0] // row
+            remedy = f"Give {max(sizes)}" if sizes else f"Raise --step-{name} to {least}"
             raise ConfigError(
-                f"`--micro-batch-tokens`: {loader.world_size} ranks share {config.accumulation} "
-                "micro-batches of a step, so some would have none. Lower it, as auto does, or "
-                f"start at most {config.accumulation} ranks."
+                f"`--micro-batch-tokens`={config.micro_batch_slots}: {ranks} ranks share "
+                f"{count_of(shared, 'micro-batch', 'micro-batches')} of a step, so some would have "
+                f"none. {remedy}, or start at most {count_of(shared, 'rank')}."
             )
         return loader
 
@@ -161,7 +170,7 @@ class SplitLoaders:
 
         Once the model is compiled for them, no step compiles again.
         """
-        longest = max(split.longest_row for split in self._manifest.splits.values())
+        longest = max(split.longest_row for split in self._task.manifest.splits.values())
         lengths = [stage.sequence_length for stage in self._config.mixing]
         of_stages = [self._policy_of(length) for length in lengths if length]
 
@@ -178,7 +187,7 @@ class SplitLoaders:
         """Return an empty micro-batch of the largest shape in training, and in evaluation."""
 
         def of(policy: Policy) -> MicroBatch:
-            return self.first(policy).blank_like(*_largest_shape(policy, self._manifest))
+            return self.first(policy).blank_like(*_largest_shape(policy, self._task.manifest))
 
         return of(self.policy), of(self._evaluation)
 
@@ -193,13 +202,13 @@ class SplitLoaders:
             config,
             packed=packed,
             on_gpu=self._device.type != "cpu",
-            long_rows=long_rows_of(config, self._manifest),
+            long_rows=long_rows_of(config, self._task.manifest),
         )
 
     def _policy_of(self, length: int) -> Policy:
         """Return the policy of a stage with sequences of this length."""
         config = dataclasses.replace(self._config, sequence_length=length)
-        return self._policy(config, packed=is_packed(config, self._manifest))
+        return self._policy(config, packed=is_packed(config, self._task.manifest))
 
     def open(
         self,

@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from support.training import RUNS, make_config, one_layer_model, read_metrics, run
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.datasets import make_policy
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.distributed.world import World
-from tokenfeed.trainer.loop.loaders import possible_sizes, shapes
+from tokenfeed.trainer.loop.loaders import SplitLoaders, possible_sizes, shapes
 from tokenfeed.trainer.loop.trainer import Trainer
 from tokenfeed.trainer.tasks.registry import task_of
 
@@ -127,3 +129,28 @@ def test_a_run_with_auto_is_the_run_with_the_number(
     for key in ("loss", "validation_loss"):
         found, wanted = (read_metrics(tmp_path / name, key) for name in ("auto", "number"))
         assert wanted.items() <= found.items()
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({"step_rows": 1}, "Raise --step-rows to 2"),
+        ({"step_rows": 4, "micro_batch_tokens": 128}, "Give 64"),
+        ({"step_tokens": 32, "micro_batch_tokens": 32}, "Raise --step-tokens to 64"),
+        ({"step_tokens": 128}, "Give 64"),
+    ],
+)
+def test_step_with_fewer_micro_batches_than_ranks_names_what_helps(
+    settings: dict[str, Any],
+    remedy: str,
+    counting: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    batching = "padded" if "step_rows" in settings else "packed"
+    config = make_config(counting, tmp_path, batching=batching, **settings)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    request.addfinalizer(dist.destroy_process_group)
+    said = f"2 ranks share 1 micro-batch of a step, so some would have none. {remedy}, or start at"
+    with pytest.raises(ConfigError, match=f"{said} most 1 rank.$"):
+        SplitLoaders(config, task_of(config, CPU), CPU).train_loader()
