@@ -100,17 +100,18 @@ class Evaluation:
         The settings of the run then have this number of steps, so the run is finished.
         """
         run, best = self._run, self._evaluator.best
-        config = run.config
-        if not config.patience or best is None or step >= config.steps:
+        config, since = run.config, best.step if best else 0
+        if not config.patience or step >= config.steps:
             return
-        if step - best.step >= config.patience * config.eval_every:
-            _log.info(
-                "step %d | no better result since step %d: the run ends. Raise --patience %d to go "
-                "on",
-                step,
-                best.step,
-                config.patience,
+        if step - since >= config.patience * config.eval_every:
+            why, remedy = (
+                f"no better result since step {since}",
+                f"Raise --patience {config.patience}",
             )
+            if best is None:
+                why = "no evaluation had a finite result"
+                remedy = "Lower --learning-rate, take --precision fp32, or set --patience 0"
+            _log.info("step %d | %s: the run ends. %s to go on", step, why, remedy)
             run.config = dataclasses.replace(config, steps=step)
             if run.world.is_main:
                 run.config.write()

@@ -316,6 +316,16 @@ def test_patience_counts_evaluations_between_checkpoints(counting: Path, tmp_pat
     assert (report.steps, report.best_step) == (12, 12)
 
 
+def test_patience_ends_a_run_whose_evaluations_are_never_finite(
+    counting: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "tokenfeed")
+    settings: dict[str, Any] = {"eval_every": 2, "patience": 2, "steps": 12}
+    report = run(make_config(counting, tmp_path, model="support.training:lost_model", **settings))
+    assert (report.finished, report.steps, report.best_step) == (True, 4, None)
+    assert "step 4 | no evaluation had a finite result: the run ends. Lower" in caplog.text
+
+
 def test_best_step_between_checkpoints_is_saved(counting: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"eval_every": 1, "save_every": 50, "keep": 1, "steps": 6}
     settings |= WORSENING
