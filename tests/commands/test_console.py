@@ -32,12 +32,17 @@ def run_body(body: str) -> subprocess.CompletedProcess[str]:
         (
             "raise OSError(errno.EMFILE, 'Too many open files', 'a')",
             1,
-            "error: a: Too many open files",
+            "error: a: Too many open files. Close some, or raise the limit (ulimit -n).",
         ),
         (
             "raise OSError(errno.ENOSPC, 'No space left on device', 'a')",
             1,
             "error: a: No space left on device. Free space there, and run the command again.",
+        ),
+        (
+            "raise OSError(errno.EROFS, 'Read-only file system', 'a')",
+            1,
+            "error: a: Read-only file system. Use another folder, or mount this one for writing.",
         ),
         (
             "raise MemoryError('Unable to allocate 9 GiB')",

@@ -28,6 +28,13 @@ _NO_ROOM = ("failed to map segment", "cannot allocate memory", "Cannot allocate 
 _NO_THREAD = "can't start new thread"
 """Python's message when the system refuses a thread."""
 
+_REMEDIES = {
+    errno.ENOSPC: ". Free space there, and run the command again.",
+    errno.EMFILE: ". Close some, or raise the limit (ulimit -n).",
+    errno.EROFS: ". Use another folder, or mount this one for writing.",
+    errno.EACCES: ". Give this user permission, or use another path.",
+}
+"""What to do about an error of the system."""
 _STDOUT = "stdout"
 
 _received: list[int] = []
@@ -77,8 +84,7 @@ def run_command(body: Callable[[], int | None]) -> NoReturn:
         where = f"{error.filename}: " if error.filename else ""
         if error.filename == _STDOUT:
             _drop_output()
-        is_full = error.errno == errno.ENOSPC
-        remedy = ". Free space there, and run the command again." if is_full else ""
+        remedy = _REMEDIES.get(error.errno or 0, "")
         code = _say(f"error: {where}{error.strerror or error}{remedy}", _FAILED)
     _leave_threads_behind(code, "upload")
     sys.exit(code)
