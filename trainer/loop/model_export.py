@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import errno
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,8 @@ def check_export(config: TrainConfig) -> None:
     above = next(each for each in folder.absolute().parents if each.exists())
     if not above.is_dir():
         raise ConfigError(f"`--export`: {folder}: {above} is not a folder. Give another one.")
+    if not os.access(above, os.W_OK):
+        raise ConfigError(f"`--export`: {folder}: {above} cannot be written. Give another folder.")
     read_tokenizer(first_of(config.shards))  # fail now, not after the last step
 
 
@@ -176,9 +179,10 @@ def export_run(config: TrainConfig, folder: Path, best: Best | None) -> None:
             mode = (temporary / _ABOUT).stat().st_mode
             for path in temporary.glob("*.safetensors"):
                 path.chmod(mode)  # safetensors makes files that only their owner may read
-    except SafetensorError as error:  # such as a full disk
+    except (SafetensorError, OSError) as error:  # such as a full disk
         again = f"`train --run-dir {config.run_dir} --resume --export {folder}` exports it again"
-        raise OSError(errno.EIO, f"{error}. After fixing this, {again}", str(folder)) from error
+        why = getattr(error, "strerror", None) or error
+        raise OSError(errno.EIO, f"{why}. After fixing this, {again}", str(folder)) from error
 
 
 def load_exported(folder: Path | str) -> nn.Module:

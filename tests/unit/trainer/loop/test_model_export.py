@@ -1,6 +1,7 @@
 """Exported folders: whole or absent, and the way back from them."""
 
 import dataclasses
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -116,6 +117,16 @@ def test_a_finished_run_is_exported_without_training(finished: TrainConfig, tmp_
     assert (finished.run_dir / "report.html").exists()
     with pytest.raises(ConfigError, match=r"`--export`: .* exists already"):
         run(dataclasses.replace(later, steps=report.steps + 1))
+
+
+def test_export_is_refused_before_training_where_nothing_can_be_written(
+    documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path or mode != os.W_OK)
+    config = make_config(documents, tmp_path / "run", export=tmp_path / "a" / "b")
+    with pytest.raises(ConfigError, match=rf"`--export`: .* {tmp_path} cannot be written\. Give"):
+        run(config)
+    assert not (tmp_path / "run").exists()
 
 
 def test_export_rejects_data_replaced_since_training(documents: Path, tmp_path: Path) -> None:
