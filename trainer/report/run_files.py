@@ -380,6 +380,7 @@ class MetricsFile:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._path, self._on_line = run_dir / METRICS_FILE, on_line
         self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
+        self._links = os.fstat(self._file.fileno()).st_nlink  # 0 on some mounted drives
         self._lock = contextlib.ExitStack()
         if not self._lock.enter_context(held(self._path)):
             self.close()
@@ -397,8 +398,22 @@ class MetricsFile:
                 end = size
         self._file.truncate(end)
 
+    def check_exists(self) -> None:
+        """Check that the file is still in the folder, where another run could begin otherwise.
+
+        Raises:
+            ConfigError: It is not.
+        """
+        links = os.fstat(self._file.fileno()).st_nlink
+        if not self._path.exists() or links < min(1, self._links):
+            raise ConfigError(
+                f"`--run-dir`: {self._path} was deleted or moved while the run went on. Move it "
+                "back and add --resume, or start again in another folder."
+            )
+
     def write(self, values: MetricsLine | dict[str, Any]) -> None:
         """Append a line. A dictionary has at least `step`."""
+        self.check_exists()
         line = msgspec.json.encode(values) + b"\n"  # null for infinity and NaN
         if self._file.write(line) < len(line):  # the last bytes that the disk had
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
@@ -416,6 +431,7 @@ class MetricsFile:
 
     def read(self) -> list[dict[str, Any]]:
         """Return all lines."""
+        self.check_exists()
         return decode_lines(self._path.read_bytes(), dict[str, Any])
 
     def close(self) -> None:
@@ -486,7 +502,7 @@ class Trackers:
         """Log the error of a tracker, and disable the tracker."""
         try:
             yield
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._open.pop(name, None)
             reason = " ".join(str(error).split()) or type(error).__name__
             _log.warning("--track %s: %s. The run goes on without it", name, reason)

@@ -15,15 +15,15 @@ from tokenfeed.trainer.report import run_files as trackers
 class Service(types.ModuleType):
     """Stands for the module `wandb`, or `trackio`."""
 
-    def __init__(self, name: str, fails: str = "") -> None:
+    def __init__(self, name: str, fails: str = "", error: type[BaseException] = OSError) -> None:
         super().__init__(name)
         self.calls: list[tuple[str, Any]] = []
-        self.fails = fails
+        self.fails, self.error = fails, error
 
     def _note(self, name: str, what: Any) -> None:
         self.calls.append((name, what))
         if name == self.fails:
-            raise OSError(f"{name} found\nno network")
+            raise self.error(f"{name} found\nno network")
 
     def init(self, **settings: Any) -> None:
         self._note("init", settings)
@@ -42,8 +42,8 @@ class Service(types.ModuleType):
 def serve(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Installs a service in name only."""
 
-    def install(name: str, fails: str = "") -> Service:
-        service = Service(name, fails)
+    def install(name: str, *fails: Any) -> Service:
+        service = Service(name, *fails)
         monkeypatch.setitem(sys.modules, name, service)
         monkeypatch.setattr(trackers, "find_spec", lambda _: True)
         return service
@@ -78,11 +78,17 @@ def test_a_resumed_run_goes_on_under_its_name(serve: Any, lm_rows: Path, tmp_pat
     assert first["config"]["steps"] == config.steps
 
 
+@pytest.mark.parametrize("error", [OSError, SystemExit])
 @pytest.mark.parametrize("fails", ["init", "log", "finish"])
 def test_a_service_that_fails_is_named_once_and_the_run_goes_on(
-    fails: str, serve: Any, lm_rows: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    fails: str,
+    error: type[BaseException],
+    serve: Any,
+    lm_rows: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    service, other = serve("wandb", fails), serve("trackio")
+    service, other = serve("wandb", fails, error), serve("trackio")
     report = run(make_config(lm_rows, tmp_path / "run", track=("wandb", "trackio"), steps=4))
     assert report.finished
     warnings = [record.getMessage() for record in caplog.records if "--track" in record.msg]

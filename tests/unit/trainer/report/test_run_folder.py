@@ -212,6 +212,38 @@ def test_two_trainings_in_one_folder_are_refused_and_the_first_goes_on(
     assert_same_run(tmp_path, undisturbed, 8)
 
 
+def test_a_folder_that_is_moved_or_deleted_ends_its_run_before_another_can_begin(
+    counting: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+    config = make_config(counting, folder, save_every=2)
+    steps = iter(range(1, 9))
+
+    def move() -> bool:
+        if next(steps) == 5:
+            folder.rename(moved)
+        return False
+
+    named = re.escape(f"{folder / 'metrics.jsonl'} was deleted or moved while the run went on.")
+    with pytest.raises(ConfigError, match=f"{named} Move it back and add --resume"):
+        train(config, bool, move)
+    shutil.rmtree(folder, ignore_errors=True)
+    moved.rename(folder)
+    run(dataclasses.replace(config, resume=True))
+    assert_same_run(folder, undisturbed, 8)
+
+    def delete_and_begin() -> bool:
+        if other.exists():
+            shutil.rmtree(other)
+            other.mkdir()
+            (other / "metrics.jsonl").touch()
+        return False
+
+    other = tmp_path / "other"
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl was deleted"):
+        train(dataclasses.replace(config, run_dir=other), bool, delete_and_begin)
+
+
 def test_a_finished_run_trains_nothing_more(counting: Path, finished: Path) -> None:
     before, written = content_of(finished), json.loads((finished / "report.json").read_bytes())
     with pytest.raises(ConfigError, match=r"already holds a run\. Add --resume to go on with it"):
