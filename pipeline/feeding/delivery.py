@@ -47,11 +47,13 @@ class Feed:
         *,
         num_workers: int,
         prefetch: int,
+        at_once: int,
         timeout: float,
         counters: Counters,
     ) -> None:
         """Start nothing yet. The first `next` starts the workers. With a `device`, batches are
-        copied to it. `prefetch` batches are ready ahead of the loop."""
+        copied to it. `prefetch` batches are ready ahead of the loop; on the host, batches are made
+        together until they have `at_once` slots."""
         copies = page_lock = None
         if device is not None:
             from tokenfeed.pipeline.feeding.transfer import PageLock, copy_ahead, copy_stream
@@ -67,7 +69,7 @@ class Feed:
         self._batches = (
             copy_ahead(source, copies, form, counters, prefetch)
             if copies
-            else _on_host(source, form, counters, prefetch)
+            else _on_host(source, form, counters, prefetch, at_once)
         )
         self._finalizer = weakref.finalize(self, _end, self._batches, self._pool)
         self.in_step = True
@@ -107,7 +109,11 @@ def _end(batches: "Batches", pool: WorkerPool | None) -> None:
             pool.close()
 
 
-def _on_host(source: WindowSource, form: BatchForm, counters: Counters, prefetch: int) -> "Batches":
+def _on_host(
+    source: WindowSource, form: BatchForm, counters: Counters, prefetch: int, at_once: int
+) -> "Batches":
+    """Yield batches. A step empties the caches, so a batch that is made right after another one
+    takes a third of the time."""
     ahead: deque[tuple[Batch, Round]] = deque()
     while True:
         if ahead and not source.is_ready():  # a finished batch never waits for a worker
@@ -119,12 +125,16 @@ def _on_host(source: WindowSource, form: BatchForm, counters: Counters, prefetch
             yield from ahead
             raise
         counters.add_window(lease.seconds, lease.ready, lease.fetched)
+        new_slots = 0
         for batch, done in make_batches(lease.rank_slice, form):
             ahead.append((batch, done))
+            new_slots += batch.num_slots
             if done.ends_window:
                 lease.release()  # before the training step: a worker can use the time
-            if len(ahead) > prefetch:
-                yield ahead.popleft()
+            if new_slots >= at_once or done.ends_window:
+                new_slots = 0
+                while len(ahead) > prefetch:
+                    yield ahead.popleft()
 
 
 class Delivery:

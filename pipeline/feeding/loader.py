@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
 
 _TRAIN, _START = "train", Position(0, 0, 0)
-_MOST_AHEAD = 1000
+_MOST_AHEAD, _AT_ONCE = 1000, 4096
 _LONG_DELAY = 0.25
 """Share of the data sets that a run may read before `reweigh` has an effect, without a warning."""
 _STORE_S = 900.0
@@ -142,7 +142,7 @@ class ShardLoader:
             prefetch: Number of batches in all that are ready on the device ahead of the loop,
                 whatever the number of workers. Default: 2 on a GPU, where batches are copied while
                 a step runs. On a CPU 0: the workers keep windows ready, and a batch is built from
-                them when it is asked for.
+                them when it is asked for, a small one with those after it (4,096 slots in all).
             seed: Seed of the shuffle.
             shuffle: False delivers windows in file order, their rows sorted by length.
             order: "file" delivers the rows exactly in the order of the data set, without shuffling
@@ -232,6 +232,7 @@ class ShardLoader:
         self._targets_by = TargetRule.from_setting(targets, sources[0].manifest.columns)
         self._least_workers, self._cache = int(has_remote(sources)), None
         self._num_workers = resolve_workers(num_workers, least=self._least_workers)
+        self._at_once = _AT_ONCE if prefetch is None else 0
         if prefetch is None:
             prefetch = COPIES_AHEAD if self.copies_ahead else 0
         self.prefetch = checks.whole("prefetch", prefetch, most=_MOST_AHEAD)
@@ -626,6 +627,7 @@ class ShardLoader:
             self._form,
             num_workers=self._num_workers,
             prefetch=self.prefetch,
+            at_once=self._at_once,
             timeout=self._timeout,
             counters=self._delivery.counters,
         )
