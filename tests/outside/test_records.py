@@ -139,6 +139,36 @@ def test_values_in_a_joined_field_are_written_as_in_json(tmp_path: Path, tokeniz
     assert made.rejects == []
 
 
+@pytest.mark.parametrize("kind", ["table", "objects", "parquet"])
+def test_nulls_of_objects_in_a_joined_field_are_empty_as_in_json(
+    kind: str, tmp_path: Path, tokenizer: Path
+) -> None:
+    rows = [{"t": {"en": "x", "de": None}}, {"t": {"en": None, "de": "y"}}, {"t": None}]
+    sources: dict[str, Any] = {"table": pa.Table.from_pylist(rows), "objects": rows}
+    pq.write_table(sources["table"], tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    options: dict[str, Any] = {
+        "field": {"text": "{t.en}|{t.de}"},
+        "tokenizer": tokenizer,
+        "validation": 0,
+    }
+    source = sources.get(kind, tmp_path / "a.parquet")
+    made = tokenfeed.pretokenize(source, tmp_path / "out", **options)
+    asked = tokenfeed.pretokenize(tmp_path / "a.jsonl", tmp_path / "asked", **options)
+    assert made.summary.documents == asked.summary.documents == 2
+    assert made.manifest.splits == asked.manifest.splits
+    assert [each["reason"] for each in made.rejects] == [each["reason"] for each in asked.rejects]
+
+
+@pytest.mark.parametrize("lines", ['{\n"text": "a"\n}\n', '{"text": "a"} {"text": "b"}\n'])
+def test_lines_that_are_not_one_object_each_are_named_with_a_way_on(
+    lines: str, tmp_path: Path, tokenizer: Path
+) -> None:
+    (tmp_path / "a.jsonl").write_text(lines)
+    with pytest.raises(CorpusError, match="needs one object: `jq -c"):
+        tokenfeed.pretokenize(tmp_path / "a.jsonl", tmp_path / "out", tokenizer=tokenizer)
+
+
 def test_a_column_keeps_its_kind_beside_a_text_made_of_it(tmp_path: Path, tokenizer: Path) -> None:
     rows = [{"prompt": "why", "answer": "so"}, {"prompt": 1, "answer": "so"}]
     made = made_of(

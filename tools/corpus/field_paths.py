@@ -21,6 +21,7 @@ import numpy as np
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.tools.corpus.records import (
+    RAW_KINDS,
     FieldKind,
     Fields,
     Records,
@@ -166,7 +167,7 @@ def columns_of(fields: Fields) -> Fields:
     columns = {name: kind for name, kind in fields.items() if not is_formula(name)}
     for name, kind in fields.items():
         if is_formula(name):
-            any_kind = kind if kind is FieldKind.OPTIONAL_JSON else FieldKind.ANY
+            any_kind = kind if kind in RAW_KINDS else FieldKind.ANY
             for path in _formula(name).paths:
                 columns.setdefault(path.column, any_kind)
     return columns

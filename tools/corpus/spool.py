@@ -303,7 +303,10 @@ def _rows(name: str, table: Any, fields: Fields) -> Iterator[list[dict[str, Any]
         for start in range(0, batch.num_rows, step):
             rows = wanted.slice(start, step).to_pylist()
             if nested:
-                rows = [row | {each: without_nulls(row[each]) for each in nested} for row in rows]
+                rows = [
+                    row | {each: without_nulls(row[each], fields[each]) for each in nested}
+                    for row in rows
+                ]
             if "binary" in str(wanted.schema.types):
                 rows = [{field: _text(value) for field, value in row.items()} for row in rows]
             yield rows

@@ -352,6 +352,11 @@ def _text_problems(tokenizer: Tokenizer, files: ModelFiles) -> tuple[str, ...]:
 
 
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/=]+ [0-9]+\r?\n")
+_SLOW = {
+    "tokenizer.model": "a SentencePiece model",
+    "vocab.json": "the vocabulary of a slow tokenizer",
+    "vocab.txt": "the vocabulary of a slow tokenizer",
+}
 _CONVERT = (
     "Convert it by transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(OTHER)."
 )
@@ -386,10 +391,11 @@ def fetch_tokenizer_json(name: str) -> bytes:
         except OSError as error:
             is_missing = isinstance(error, FileNotFoundError)
             reason = "not found" if is_missing else f"cannot be read: {error.strerror}"
-            if is_missing and fetch_beside(name, "tokenizer.model"):
+            slow = (other for other in _SLOW if is_missing and fetch_beside(name, other))
+            if other := next(slow, None):
                 raise TokenizerError(
-                    f"{store.path(file)}: not found, and tokenizer.model there is a SentencePiece "
-                    f"model. {_CONVERT}"
+                    f"{store.path(file)}: not found, and {other} there is {_SLOW[other]}. "
+                    f"{_CONVERT}"
                 ) from None
             raise TokenizerError(
                 f"{store.path(file)}: {reason}. Give a tokenizer.json, the folder or address of "

@@ -290,7 +290,8 @@ def chat_template_of(options: Options, tokenizer: TextTokenizer, files: ModelFil
         name = options.chat_template or options.tokenizer
         raise TokenizerError(f"{name}: the chat template {reason}. Correct it.") from None
     written = texts_written(source)
-    named = {*_TOKEN.findall(written)} | {*filter(written.__contains__, files.added)}
+    given = (*files.added, *files.tokens.values())
+    named = {*_TOKEN.findall(written)} | {*filter(written.__contains__, given)}
     named |= {text for name, text in template.tokens.items() if template.reads(name)}
     if unknown := [each for each in sorted(named) if not tokenizer.is_token(each)]:
         logger.warning(

@@ -344,16 +344,18 @@ def _listed(column: pa.Array, kind: FieldKind) -> list[Any]:
         values: list[Any] = column.to_pylist()
     except UnicodeDecodeError:
         return [_value(scalar) for scalar in column]
-    return [without_nulls(value) for value in values] if kind in RAW_KINDS else values
+    return [without_nulls(value, kind) for value in values] if kind in RAW_KINDS else values
 
 
-def without_nulls(value: Any) -> Any:
-    """Return an object without the keys that its table has for other objects only."""
+def without_nulls(value: Any, kind: FieldKind) -> Any:
+    """Return an object without the keys that its table has for other objects only. `ANY` keeps
+    them: a text made of several fields has nothing in place of a null."""
     if isinstance(value, list) and value and isinstance(value[0], tuple):  # of the type map
         value = dict(value)
     if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+        kept = ((k, v) for k, v in value.items() if v is not None or kind is FieldKind.ANY)
+        return {key: without_nulls(item, kind) for key, item in kept}
+    return [without_nulls(item, kind) for item in value] if isinstance(value, list) else value
 
 
 def _value(scalar: pa.Scalar) -> Any:

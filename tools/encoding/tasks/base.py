@@ -138,6 +138,8 @@ class TaskEncoder(ABC):
     def remedy(self, reason: str) -> str:
         """Return the option to give, if records are rejected for lack of a field."""
         found = re.match("no (?:field|column) `(.*)`; it has: (.*)", reason)
+        if reason.startswith("not JSON: "):
+            return " Each line needs one object: `jq -c . FILE` writes such lines."
         if not found:
             return self._name_inside(reason)
         missing, present = found[1], {*found[2].split(", ")}

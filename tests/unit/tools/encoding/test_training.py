@@ -26,3 +26,13 @@ def test_sentencepiece_model_is_named_with_the_conversion(is_folder: bool, tmp_p
     message = error_of(tmp_path / "a.txt", tmp_path / "out", "--tokenizer", given)
     assert "SentencePiece model" in message
     assert "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(OTHER)" in message
+
+
+@pytest.mark.parametrize("file", ["vocab.json", "vocab.txt"])
+def test_slow_tokenizer_is_named_with_the_conversion(file: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a text")
+    (tmp_path / "tok").mkdir()
+    (tmp_path / "tok" / file).write_text("{}")
+    message = error_of(tmp_path / "a.txt", tmp_path / "out", "--tokenizer", tmp_path / "tok")
+    assert f"{file} there is the vocabulary of a slow tokenizer" in message
+    assert "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(OTHER)" in message

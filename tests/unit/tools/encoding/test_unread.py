@@ -453,6 +453,7 @@ def test_tokens_of_templates_are_those_of_transformers(
         ({"extra_special_tokens": ["<x>"]}, "<x>" + TEMPLATE, "<x>"),
         ({"additional_special_tokens": [{"content": "<x>"}]}, "<x>" + TEMPLATE, "<x>"),
         ({"added_tokens_decoder": {"300": {"content": "<x>"}}}, "<x>" + TEMPLATE, "<x>"),
+        ({"eos_token": "<x>"}, "<x>" + TEMPLATE, "<x>"),
         ({"bos_token": "<bos>", "extra_special_tokens": ["<x>"]}, TEMPLATE, ""),
         ({"extra_special_tokens": "\u0394", "added_tokens_decoder": 1}, "\u0394" + TEMPLATE, ""),
     ],
