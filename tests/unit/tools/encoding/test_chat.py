@@ -930,8 +930,12 @@ def with_calls(number: int) -> list[Message]:
         GENERATING.replace(
             "message.content +", "(messages[1] if message.is_odd else message).content +"
         ),
+        GENERATING.replace(
+            "message.content +",
+            "('question' + message.content if message.is_odd else message.content + ' or not?') +",
+        ),
     ],
-    ids=["title", "end", "place of another"],
+    ids=["title", "end", "place of another", "before or behind"],
 )
 def test_a_content_that_the_template_repeats_has_its_kind(source: str) -> None:
     """The first conversation does not show it, or it looks like text of the template."""
