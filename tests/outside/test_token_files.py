@@ -257,6 +257,16 @@ def test_numpy_whole_numbers_of_any_size_are_read(dtype: str, tmp_path: Path, wo
     assert copied(tmp_path / "a.npy", tmp_path / "out", words) == ROWS
 
 
+def test_numpy_header_of_python_2_is_read_without_a_warning(
+    tmp_path: Path, words: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    header = b"{'descr': '<u2', 'fortran_order': False, 'shape': (%dL,), }\n" % len(ids_of(ROWS))
+    magic = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little")
+    (tmp_path / "a.npy").write_bytes(magic + header + ids_of(ROWS).tobytes())
+    assert copied(tmp_path / "a.npy", tmp_path / "out", words) == ROWS
+    assert not [each for each in recwarn if "Python 2" in str(each.message)]
+
+
 @pytest.mark.parametrize("odd", [np.zeros(9, ">i4"), np.zeros((3, 3), "<u2"), np.zeros(9)])
 def test_numpy_array_that_is_not_read_names_what_to_save(
     odd: np.ndarray, tmp_path: Path, words: Path

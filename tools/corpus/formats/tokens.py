@@ -19,6 +19,7 @@ import io
 import json
 import logging
 import os
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -239,7 +240,8 @@ def _numpy_header(head: bytes, num_bytes: int) -> tuple[np.dtype, int]:
     file = io.BytesIO(head)
     try:
         read = {(1, 0): read_array_header_1_0, (2, 0): read_array_header_2_0}[read_magic(file)]
-        shape, _, dtype = read(file)
+        with warnings.catch_warnings(action="ignore"):  # a header that Python 2 wrote is as good
+            shape, _, dtype = read(file)
     except Exception:  # of many kinds, some of which name an address in memory
         raise ValueError("has a damaged header of numpy, like one that was cut off") from None
     counted = (num_bytes - file.tell()) // max(dtype.itemsize, 1)
