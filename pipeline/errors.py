@@ -16,8 +16,10 @@ other exception is a bug in tokenfeed and keeps its traceback. `damaged` and `re
 errors for a file that cannot be read.
 """
 
+import contextlib
 import errno
 import os
+from collections.abc import Iterator
 
 from tokenfeed.pipeline.text import without_secrets
 
@@ -76,6 +78,19 @@ class LoaderError(TokenfeedError, RuntimeError):
 
 class ResumeError(TokenfeedError):
     """A saved state that belongs to other data, another plan or another model."""
+
+
+@contextlib.contextmanager
+def memory_explained(what: str) -> Iterator[None]:
+    """Turn a MemoryError into the error that names `what` needed the memory, and what to change."""
+    try:
+        yield
+    except MemoryError as error:
+        raise LoaderError(
+            f"out of memory for {what} ({error_line(error)}). Use smaller batches, fewer workers "
+            "(`num_workers`) or a smaller `window_tokens`, or raise the limits that `ulimit -a` "
+            "names."
+        ) from None
 
 
 _REMEDIES = {

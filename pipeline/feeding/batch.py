@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, overload
 
 import numpy as np
 
-from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.errors import ConfigError, memory_explained
 from tokenfeed.pipeline.feeding.padding import (
     host_mask,
     pad_on_device,
@@ -419,10 +419,15 @@ for _name in (INPUT_IDS, TARGETS, TOKEN_TYPE_IDS, ATTENTION_MASK, *_OF_PACKED):
     setattr(Batch, _name, _Key(_name))
 
 
+Made = tuple[Batch | None, Round]
+"""A micro-batch and its round. None: `last`="drop" left out all rows of the window."""
+
+
 def make_batches(
     made: RankSlice, form: BatchForm, device: "torch.device | None" = None
-) -> Iterator[tuple[Batch, Round]]:
+) -> Iterator[Made]:
     """Yield all micro-batches of a slice, and their rounds. Each is copied, widened and padded.
+    A slice without micro-batches yields None, and the round that ends the window.
 
     Args:
         made: The slice, maybe in a buffer that is written again after the last micro-batch.
@@ -431,6 +436,9 @@ def make_batches(
     """
     import torch
 
+    if not made.num_batches:
+        yield None, made.rounds()[0]
+        return
     common, fills = _common(made, form), values_without_row(made.columns, form.pad_id)
     for part, done in zip(_parts(made), made.rounds(), strict=True):
         batch = Batch(made, part, common)
@@ -442,7 +450,11 @@ def make_batches(
             if device is None:
                 if common.is_packed:
                     inputs[SEGMENTS] = torch.from_numpy(batch._segments)
-                padded, filled = pad_on_host(columns, fills, lengths, shape)
+                try:
+                    padded, filled = pad_on_host(columns, fills, lengths, shape)
+                except MemoryError:
+                    with memory_explained(f"a batch of {shape[0]:,} x {shape[1]:,} tokens"):
+                        raise
                 tensors: Tensors = {name: torch.from_numpy(each) for name, each in padded.items()}
                 mask = None if filled is None else torch.from_numpy(filled)
             else:

@@ -47,7 +47,7 @@ class WindowSlice:
 
     def __iter__(self) -> Iterator[Batch]:
         rank_slice = RankSlice.read(self._data.numpy().data)
-        batches = (batch for batch, _ in make_batches(rank_slice, self._form))
+        batches = (batch for batch, _ in make_batches(rank_slice, self._form) if batch is not None)
         return (batch.pin_memory() for batch in batches) if self._is_pinned else batches
 
     def pin_memory(self) -> "WindowSlice":

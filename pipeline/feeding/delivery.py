@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 from tokenfeed.pipeline.errors import LoaderError
-from tokenfeed.pipeline.feeding.batch import Batch, BatchForm, make_batches
+from tokenfeed.pipeline.feeding.batch import Batch, BatchForm, Made, make_batches
 from tokenfeed.pipeline.feeding.stats import Counters
 from tokenfeed.pipeline.feeding.window_source import (
     InlineSource,
@@ -24,7 +24,6 @@ from tokenfeed.pipeline.feeding.window_source import (
     WorkerPool,
     end_with_interpreter,
 )
-from tokenfeed.pipeline.planning.batching import Round
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.planning.state import Delivered
 from tokenfeed.pipeline.windows.maker import WindowMaker
@@ -75,7 +74,7 @@ class Feed:
         self.in_step = True
         """Whether the loader has counted the last batch. `Delivery.next` sets it to True."""
 
-    def __next__(self) -> tuple[Batch, Round]:
+    def __next__(self) -> Made:
         self.in_step = False
         return next(self._batches)
 
@@ -114,7 +113,7 @@ def _on_host(
 ) -> "Batches":
     """Yield batches. A step empties the caches, so a batch that is made right after another one
     takes a third of the time."""
-    ahead: deque[tuple[Batch, Round]] = deque()
+    ahead: deque[Made] = deque()
     while True:
         if ahead and not source.is_ready():  # a finished batch never waits for a worker
             yield ahead.popleft()
@@ -128,7 +127,7 @@ def _on_host(
         new_slots = 0
         for batch, done in make_batches(lease.rank_slice, form):
             ahead.append((batch, done))
-            new_slots += batch.num_slots
+            new_slots += 0 if batch is None else batch.num_slots
             if done.ends_window:
                 lease.release()  # before the training step: a worker can use the time
             if new_slots >= at_once or done.ends_window:
@@ -156,8 +155,8 @@ class Delivery:
         """A pickled copy, as another process gets it, starts its own feed."""
         return self.__dict__ | {"_feed": None, "_user": _User()}
 
-    def next(self, start: Callable[[], Feed], epochs: int | None) -> Batch:
-        """Return the next batch.
+    def next(self, start: Callable[[], Feed], epochs: int | None) -> Batch | None:
+        """Return the next batch, or None after a window without any.
 
         Args:
             start: Makes a feed at the current position; called if no feed is running.
@@ -231,8 +230,8 @@ class Delivery:
 class Pass:
     """Iterator over the rest of a pass. Several iterators share its batches, and end together."""
 
-    def __init__(self, delivery: Delivery, deliver: Callable[[], Batch]) -> None:
-        """`deliver` returns the next batch of `delivery`."""
+    def __init__(self, delivery: Delivery, deliver: Callable[[], Batch | None]) -> None:
+        """`deliver` returns the next batch of `delivery`; see `Delivery.next`."""
         self._delivery, self._deliver, self._ended_before = delivery, deliver, delivery.passes
 
     @property
@@ -244,9 +243,10 @@ class Pass:
         return self
 
     def __next__(self) -> Batch:
-        if self.has_ended:
-            raise StopIteration
-        return self._deliver()
+        while not self.has_ended:
+            if (batch := self._deliver()) is not None:
+                return batch
+        raise StopIteration
 
 
 class _User:

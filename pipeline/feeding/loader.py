@@ -241,8 +241,14 @@ class ShardLoader:
             from tokenfeed.pipeline.caching.node_cache import cache_for
 
             self._cache = cache_for(sources, plan, cache_dir, cache_bytes)
-        elif cache_bytes is not None:
-            checks.whole("cache_bytes", cache_bytes)
+        elif cache_dir is not None or cache_bytes not in (None, 0):
+            checks.whole("cache_bytes", 0 if cache_bytes is None else cache_bytes)
+            warnings.warn(
+                f"`cache_dir` and `cache_bytes` have no effect: {sources[0].name} is a local "
+                "folder. Leave them out. To read from a faster disk, copy the folder there "
+                "(`shards copy`).",
+                stacklevel=2,
+            )
         more_s = _STORE_S if self._least_workers else 0.0
         self._timeout = checks.number("timeout", timeout, unit="seconds") + more_s
         self._delivery = Delivery(Delivered(plan))
@@ -605,7 +611,7 @@ class ShardLoader:
     def _sources(self) -> tuple[OpenedSplit, ...]:
         return self._sources_of(self._plan)
 
-    def _deliver(self) -> Batch:
+    def _deliver(self) -> Batch | None:
         return self._delivery.next(self._start_feed, self.epochs)
 
     def _begin(self, epoch: int) -> None:

@@ -107,15 +107,18 @@ class Counters:
         self.fetched: Fetched | None = None
         self.fetch_s = _recent()
 
-    def add_batch(self, batch: "Batch", waited_s: float, left_out: tuple[int, ...]) -> None:
-        """Count a delivered batch. `left_out`: rows and tokens that were left out of its round."""
+    def add_batch(self, batch: "Batch | None", waited_s: float, left_out: tuple[int, ...]) -> None:
+        """Count a delivered batch, or a window without any. `left_out`: rows and tokens that were
+        left out of its round."""
         self.left_out_rows += left_out[0]
         self.left_out_tokens += left_out[1]
+        self.wait_total_s += waited_s
+        if batch is None:
+            return
         self.batches += 1
         self.fillers += batch.is_filler
         self.tokens += batch.num_tokens
         self.slots += batch.num_slots
-        self.wait_total_s += waited_s
         self.wait_s.append(waited_s)
 
     def add_window(self, seconds: float, ready: int, fetched: "Fetched | None") -> None:

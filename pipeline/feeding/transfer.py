@@ -27,7 +27,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from tokenfeed.pipeline.feeding.batch import Batch, BatchForm, make_batches
+from tokenfeed.pipeline.feeding.batch import Batch, BatchForm, Made, make_batches
 from tokenfeed.pipeline.feeding.devices import cuda, page_lock, page_unlock
 from tokenfeed.pipeline.feeding.stats import Counters
 from tokenfeed.pipeline.feeding.window_source import COPIES_AHEAD, Lease, WindowSource
@@ -95,7 +95,7 @@ _URGENT = -1
 """Priority of the copy stream: its few small kernels start before those of a busy device."""
 
 
-Batches = Generator[tuple[Batch, Round], None, None]
+Batches = Generator[Made, None, None]
 """Endless iterator of batches and their rounds. `close` waits for running copies."""
 
 
@@ -114,19 +114,19 @@ class CopyStream:
             with contextlib.suppress(RuntimeError):
                 self.stream.synchronize()
 
-    def make(self, batches: Iterator[tuple[Batch, Round]]) -> tuple[Batch, Round] | None:
+    def make(self, batches: Iterator[Made]) -> Made | None:
         """Queue the copies and kernels of the next batch. Return None after the last batch."""
         # Copied ahead: a batch queued while the caller evaluates may be trained on.
         with torch.inference_mode(False), cuda.stream(self.stream):
-            if made := next(batches, None):
+            if (made := next(batches, None)) and made[0] is not None:
                 made[0][TARGETS]
             return made
 
-    def hand_over(self, batch: Batch, ready: torch.Event) -> None:
+    def hand_over(self, batch: Batch | None, ready: torch.Event) -> None:
         """Make the compute stream wait for a batch, and record the stream's use of the tensors."""
         compute_stream = cuda.current_stream(self.device)
         compute_stream.wait_event(ready)
-        for tensor in batch.tensors():
+        for tensor in batch.tensors() if batch is not None else ():
             tensor.record_stream(compute_stream)  # allocated on the copy stream, used on this one
 
 
@@ -148,11 +148,11 @@ def copy_ahead(
     The compute stream waits for the event of a batch; the host does not. An error of the source is
     raised after the batches of the windows before it.
     """
-    ahead: deque[tuple[Batch, Round, torch.Event]] = deque()
+    ahead: deque[tuple[Batch | None, Round, torch.Event]] = deque()
     used: deque[tuple[Lease, torch.Event]] = deque()
     """Windows whose memory is not released yet, and the events of their last copies."""
 
-    def hand_over() -> tuple[Batch, Round]:
+    def hand_over() -> Made:
         batch, done, ready = ahead.popleft()
         copies.hand_over(batch, ready)
         return batch, done

@@ -79,12 +79,9 @@ class Worker:
             TokenfeedError: The window cannot be made, or there is too little memory.
         """
         started, waited_s = time.perf_counter(), _waited_for_core_s()
-        try:
-            rank_slice = self._maker.make(position)
-            memory = self._memory_of(buffer, rank_slice.num_bytes)
-            rank_slice.write(memoryview(memory))
-        except MemoryError:
-            raise LoaderError(f"a loader worker ran out of memory. {_USE_LESS}") from None
+        rank_slice = self._maker.make(position)
+        memory = self._memory_of(buffer, rank_slice.num_bytes)
+        rank_slice.write(memoryview(memory))
         waited_s = _waited_for_core_s() - waited_s
         seconds = max(0.0, time.perf_counter() - started - waited_s)
         before, self._fetched = self._fetched, self._maker.reader.fetched

@@ -397,6 +397,14 @@ class Plan:
         """Return the number in the epoch of the nth window of this stream."""
         return self.stream + nth * self.num_streams
 
+    def without_steps(self, where: str) -> ConfigError:
+        """Return the error for a window or an epoch that has too few rows for any step."""
+        return ConfigError(
+            f"`last`='drop' leaves out all rows of {where}, because no window has enough rows for "
+            f"one step (`micro_batches_per_step`={self.micro_batches_per_step}). Use "
+            "`last`='short', smaller batches or fewer micro-batches."
+        )
+
     @property
     def num_windows(self) -> int:
         """Number of windows of this stream in an epoch."""

@@ -316,6 +316,11 @@ class Padded(ByLength):
                 f"`max_tokens`={self.max_tokens} is smaller than `multiple_of`={self.multiple_of}. "
                 "Raise it."
             )
+        if (length := self.sequence_length) and length > self.max_tokens:
+            raise ConfigError(
+                f"`sequence_length`={length} is larger than `max_tokens`={self.max_tokens}, so no "
+                "row could be that long. Raise `max_tokens`, or lower `sequence_length`."
+            )
 
     @property
     def longest_piece(self) -> int:
@@ -422,6 +427,12 @@ class Packed(Batching):
             raise ConfigError(
                 f"`split`=True cuts documents, but `long_rows`={self.long_rows!r} forbids cutting. "
                 "Use `long_rows`='cut'."
+            )
+        slots = self.sequence_length * self.batch_size
+        if self.last == "fill" and slots > checks.MOST:
+            raise ConfigError(
+                f"`last`='fill': {self.batch_size} sequences of {self.sequence_length} tokens are "
+                f"{slots:,} tokens, but a micro-batch may have {checks.MOST:,}. Lower `batch_size`."
             )
         if self.begin_token is None:
             return

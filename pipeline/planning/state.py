@@ -66,6 +66,7 @@ class Delivered:
 
         Raises:
             LoaderError: The round ends an epoch whose tokens differ from the manifest.
+            ConfigError: The round ends an epoch of which `last`="drop" left out all rows.
         """
         plan, last = self.plan, self.last_epoch_tokens
         digest = (self.digest + done.digest) & _WORD
@@ -76,6 +77,8 @@ class Delivered:
         position = plan.next_window(self.position)
         if position.window:
             return Delivered(plan, position, digest, tokens, last, steps)
+        if not any(tokens):
+            raise plan.without_steps(f"epoch {self.position.epoch}")
         _check_epoch(plan, self.position.epoch, tokens)
         return Delivered(plan, position, digest, last_epoch_tokens=tokens, steps=steps)
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tokenfeed.pipeline.arithmetic import Ragged, join, offsets_of, round_up, take
-from tokenfeed.pipeline.errors import ConfigError, ResumeError
+from tokenfeed.pipeline.errors import ResumeError, memory_explained
 from tokenfeed.pipeline.format.kinds import TargetRule
 from tokenfeed.pipeline.format.schema import (
     KINDS,
@@ -61,12 +61,15 @@ class WindowMaker:
     row_map: RowMap | None = None
     """Changes the tokens of each row; None: rows stay as they are."""
 
+    @memory_explained("a window")
     def make(self, position: Position) -> RankSlice:
         """Decode a window and copy this rank's micro-batches, from a position on.
 
         Raises:
             ShardFormatError: The data is damaged.
             RemoteError: A store cannot be reached or refuses the request.
+            ConfigError: `last`="drop" leaves out all rows of the only window.
+            LoaderError: The memory does not suffice.
             ResumeError: The window has no micro-batch with the number of the position.
         """
         plan, (epoch, nth, first) = self.plan, position
@@ -74,7 +77,11 @@ class WindowMaker:
         batching = plan.batching_of(number)
         window = self.reader.read(plan.order.window(epoch, number), Ahead(plan, position))
         planned = self._planned(window, epoch, nth)
-        left_out = _left_out(planned, window, nth) if batching.last == "drop" else (0, 0)
+        left_out = (0, 0)
+        if batching.last == "drop":
+            left_out = _left_out(planned, window)
+            if not planned.step_offsets[-1] and (plan.num_windows == 1 or not plan.has_end):
+                raise plan.without_steps(f"window {nth}")
         rounds = deal_rounds(
             planned.step_offsets,
             plan.micro_batches_per_step,
@@ -82,6 +89,8 @@ class WindowMaker:
             rank=self.rank,
             world_size=self.world_size,
         )
+        if not planned.step_offsets[-1]:
+            return RankSlice.without_batches(left_out, len(plan.row_ends))
         if not len(rounds.starts):
             raise ResumeError(f"cannot resume: window {nth} has no micro-batch {first}.")
         numbers = window.numbers.take(planned.rows)
@@ -242,19 +251,9 @@ class WindowMaker:
         return file_order(window.rows.lengths, sources)
 
 
-def _left_out(planned: WindowPlan, window: Window, nth: int) -> tuple[int, int]:
-    """Return how many rows of a window have no token in its plan, and how many tokens it lacks.
-
-    Raises:
-        ConfigError: No row is left.
-    """
+def _left_out(planned: WindowPlan, window: Window) -> tuple[int, int]:
+    """Return how many rows of a window have no token in its plan, and how many tokens it lacks."""
     lengths = window.rows.lengths
-    if not planned.step_offsets[-1]:
-        raise ConfigError(
-            f"`last`='drop' leaves out all {len(lengths):,} rows of window {nth}, because they are "
-            "fewer than one step takes. Use `last`='short', smaller batches or fewer "
-            "`micro_batches_per_step`."
-        )
     rows = np.zeros(len(lengths), np.bool_)
     rows[planned.rows] = True
     tokens = lengths.sum() - planned.lengths.sum(dtype=np.int64)

@@ -84,22 +84,33 @@ class RankSlice:
     left_out: np.ndarray
     """Rows and tokens of the window that `last`="drop" left out, shape (2,), int64."""
 
+    @classmethod
+    def without_batches(cls, left_out: tuple[int, int], num_sources: int) -> Self:
+        """Return the slice of a window that has too few rows for a step; see `left_out`."""
+        arrays = {field.name: np.zeros(0, np.int64) for field in fields(cls)}
+        arrays["source_tokens"] = np.zeros((1, num_sources), np.int64)
+        return cls(**arrays | {"columns": {}, "left_out": np.array(left_out)})  # type: ignore[arg-type]
+
     @property
     def num_batches(self) -> int:
         """Number of micro-batches of this slice."""
         return len(self.padded_lengths)
 
     def rounds(self) -> list[Round]:
-        """Return the round of each micro-batch, over all ranks."""
+        """Return the round of each micro-batch, over all ranks; without any, one that ends the
+        window."""
+        tokens, left_out = map(tuple, self.source_tokens.tolist()), tuple(self.left_out.tolist())
+        if not self.num_batches:
+            return [Round(0, True, 0, next(tokens), 0, left_out)]
         before = self.num_batches - 1
         made = map(
             Round,
             self.positions.tolist(),
             [*[False] * before, True],
             self.digests.tolist(),
-            map(tuple, self.source_tokens.tolist()),
+            tokens,
             self.steps.tolist(),
-            [*[(0, 0)] * before, tuple(self.left_out.tolist())],
+            [*[(0, 0)] * before, left_out],
         )
         return list(made)
 

@@ -8,7 +8,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from support.processes import children_of, open_files, opened_since, workers_of
 
 from tokenfeed.pipeline.errors import ConfigError, LoaderError
 from tokenfeed.pipeline.feeding import worker
-from tokenfeed.pipeline.planning.plan import Position
 
 
 @pytest.fixture
@@ -181,15 +179,6 @@ def test_memory_that_is_refused_to_the_parent_is_an_error_and_no_bug(
     monkeypatch.setattr(worker.mmap, "mmap", refuse(number))
     with pytest.raises(error, match=message):
         deliver(folder, num_workers=1)
-
-
-def test_a_worker_without_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(position: object) -> None:
-        raise MemoryError
-
-    maker: Any = SimpleNamespace(make=read, reader=SimpleNamespace(fetched=None))
-    with pytest.raises(LoaderError, match=r"ran out of memory\. Use fewer workers"):
-        worker.Worker(maker, [0]).make(Position(0, 0, 0), 0)
 
 
 def test_a_worker_that_ends_by_itself_is_not_said_to_lack_memory(

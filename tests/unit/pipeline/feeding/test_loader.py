@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from support.delivery import (
@@ -21,10 +22,19 @@ from support.delivery import (
 )
 from torch.utils.data import DataLoader
 
-from tokenfeed import Fixed, Mixture, Packed, Padded, ShardDataset, ShardLoader, pretokenize
+from tokenfeed import (
+    Fixed,
+    Mixture,
+    Packed,
+    Padded,
+    ShardDataset,
+    ShardLoader,
+    Stage,
+    pretokenize,
+)
 from tokenfeed.integrations.dataloader import StatefulShardLoader
 from tokenfeed.pipeline.errors import ConfigError, LoaderError, ManifestError
-from tokenfeed.pipeline.planning.plan import Position
+from tokenfeed.pipeline.planning.plan import Position, RowOrder
 from tokenfeed.pipeline.planning.policies import Batching
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import RankSlice
@@ -93,6 +103,60 @@ def test_filled_batches_have_the_promised_shapes_and_rows(
 def test_shapes_of_batches_that_are_not_filled_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="have any number of rows"):
         open_loader(folder).shapes  # noqa: B018
+
+
+@pytest.mark.parametrize("order", ["shuffled", "file"])
+@pytest.mark.parametrize("batching", [Fixed(16, last="drop"), Packed(2600, 2, last="drop")])
+def test_windows_without_a_full_step_are_left_out_and_counted(
+    make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch, batching: Batching, order: RowOrder
+) -> None:
+    """The first and last windows of an epoch may be among them."""
+    monkeypatch.setattr("tokenfeed.pipeline.format.shard_writer.BATCH_TOKENS", 3_000)
+    folder = make_dataset([10] * 2000 + [2500] * 20)
+
+    def open_rank(rank: int, world_size: int, **settings: Any) -> ShardLoader:
+        given = {"window_tokens": 6000, "epochs": 2, "micro_batches_per_step": 2, "order": order}
+        given |= {"rank": rank, "world_size": world_size}
+        return open_loader(folder, batching, **given | settings)
+
+    alone, states, batches = open_rank(0, 1), [], []
+    for batch in alone:
+        batches.append(spans(batch))
+        states.append(json.loads(json.dumps(alone.state_dict())))
+    stats = alone.stats()
+    assert stats.tokens + stats.left_out_tokens == 2 * 70_000
+    assert 0 < stats.batches == len(batches)
+    for state, done in zip(states[::5], range(1, len(batches), 5), strict=False):
+        resumed = open_rank(0, 1)
+        resumed.load_state_dict(state)
+        assert [spans(batch) for batch in resumed] == batches[done:]
+    ranks = [[*open_rank(rank, 2)] for rank in range(2)]
+    together = [spans(batch) for both in zip(*ranks, strict=True) for batch in both]
+    assert together == batches
+    dataset = ShardDataset(
+        *(folder, batching), window_tokens=6000, epochs=2, micro_batches_per_step=2, order=order
+    )
+    assert delivered(DataLoader(dataset, batch_size=None)) == batches
+    for data in (folder, [Stage({folder: 1.0})]):
+        huge = ShardLoader(data, batching=Fixed(10**6, last="drop"), num_workers=0)
+        with pytest.raises(ConfigError, match=r"leaves out all rows of .* Use `last`='short'"):
+            next(iter(huge))
+
+
+def test_settings_without_effect_or_beyond_memory_are_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"`sequence_length`=1000 .* `max_tokens`=64"):
+        Padded(64, sequence_length=1000)
+    with pytest.raises(ConfigError, match=r"10,000,000,000 tokens, .* Lower `batch_size`"):
+        Packed(10**6, 10**4, last="fill")
+    for place in ("feeding.batch.pad_on_host", "windows.maker.digests"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"tokenfeed.pipeline.{place}", Mock(side_effect=MemoryError("80 GiB")))
+            with pytest.raises(LoaderError, match=r"memory for a .* \(80 GiB\)\. Use smaller"):
+                next(iter(open_loader(folder)))
+    with pytest.warns(UserWarning, match="`cache_dir` and `cache_bytes` have no effect"):
+        open_loader(folder, cache_dir=folder)
 
 
 def test_cropped_sequences_are_full_and_begin_documents(folder: Path) -> None:
