@@ -18,7 +18,7 @@ import pytest
 pytest.register_assert_rewrite("support")
 
 from hypothesis import HealthCheck, settings
-from support import signals, warm
+from support import process_state, warm
 from support.corpora import WORDS, texts
 from support.data_sets import (
     VOCABULARY_SIZE,
@@ -133,9 +133,9 @@ def no_garbage() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def signals_as_before() -> Iterator[None]:
-    """No test finds the handlers that another one has left."""
-    with signals.kept():
+def process_as_before() -> Iterator[None]:
+    """No test finds what another one has left."""
+    with process_state.kept():
         yield
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from support import signals, warm
+from support import process_state, warm
 from tokenfeed.pipeline import processes
 from tokenfeed.tools import pretokenize
 from tokenfeed.tools.shell import console
@@ -76,7 +76,7 @@ main()
         process = warm.Popen(
             ["-c", code, *arguments], stderr=errors, start_new_session=True, **options
         )
-        process.wait(120)
+        process.wait(300)
         errors.seek(0)
         return process, errors.read()
 
@@ -107,23 +107,15 @@ def call(
 @contextlib.contextmanager
 def _undone(words: list[str]) -> Iterator[None]:
     """Take back what a command does to its process."""
-    log = logging.getLogger("tokenfeed")
-    before = sys.argv, os.environ.copy(), log.handlers, log.level
-    sys.argv, log.handlers = words, []
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    try:
-        with (
-            signals.kept(),
-            mock.patch("gc.freeze"),
-            mock.patch.object(processes, "subprocess", warm.PROGRAMS),
-        ):
-            yield
-    finally:
-        sys.argv, environment, log.handlers, level = before
-        log.setLevel(level)
-        os.environ.clear()
-        os.environ.update(environment)
-        console._said = False
+    with (
+        process_state.kept(),
+        mock.patch("gc.freeze"),
+        mock.patch.object(processes, "subprocess", warm.PROGRAMS),
+        mock.patch.object(console, "_said", False),
+    ):
+        sys.argv, logging.getLogger("tokenfeed").handlers = words, []
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        yield
 
 
 def run_json(*arguments: object) -> dict[str, Any]:
