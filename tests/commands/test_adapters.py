@@ -49,7 +49,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(adapter: str, data_set: Path, ranks: int, folder: Path) -> dict[str, Any]:
     program = PROGRAMS / "adapter_ranks.py"
-    done = warm.run([str(program), adapter, str(data_set), str(ranks), str(folder)], timeout=250)
+    done = warm.run([str(program), adapter, str(data_set), str(ranks), str(folder)])
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

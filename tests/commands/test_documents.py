@@ -248,7 +248,7 @@ def test_every_block_of_a_page_runs(
     (folder / "page.py").write_text(script)
     if name_of(page) in LONG:  # torchrun starts `train` itself, with the model as it is
         environment = environment | {"PATH": environment["PATH"].partition(os.pathsep)[2]}
-    done = warm.run(["page.py"], cwd=folder, env=environment, timeout=280)
+    done = warm.run(["page.py"], cwd=folder, env=environment)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 

@@ -65,7 +65,7 @@ def program(folder: Path, code: str) -> Iterator[subprocess.Popen[str]]:
             yield started
             assert started.stdin
             started.stdin.close()
-            started.wait(60)
+            started.wait(300)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(started.pid, signal.SIGKILL)
@@ -117,5 +117,5 @@ def test_a_cluster_that_loses_a_worker_gives_the_bytes_of_one_command(
             print(file=cluster.stdin, flush=True)
             assert line_of(cluster) == "removed"
         assert process.poll() is None, "it ended before"
-        assert process.wait(200) == 0
+        assert process.wait(300) == 0
     assert files_of(out) == files_of(tmp_path / "plain")

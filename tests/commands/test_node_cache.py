@@ -86,7 +86,7 @@ class Readers:
 
     def digests(self) -> list[int | None]:
         """What each read; None of those that were killed."""
-        ends = [process.communicate(timeout=120)[0] for process in self.processes]
+        ends = [process.communicate(timeout=300)[0] for process in self.processes]
         return [json.loads(end) if end else None for end in ends]
 
 

@@ -59,7 +59,7 @@ def test_of_two_that_start_at_once_one_is_refused(
     started = [
         warm.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for _ in range(2)
     ]
-    ended = sorted((process.communicate(timeout=60)[1], process.returncode) for process in started)
+    ended = sorted((process.communicate(timeout=300)[1], process.returncode) for process in started)
     assert sorted(code for _, code in ended) == [0, 2]
     (refusal,) = (stderr for stderr, code in ended if code == 2)
     assert "another run is writing here" in refusal or "already holds a finished" in refusal

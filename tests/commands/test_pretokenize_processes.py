@@ -42,7 +42,7 @@ def run(
         preexec_fn=before,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
 
 

@@ -170,7 +170,7 @@ def torchrun(
 ) -> subprocess.CompletedProcess[str]:
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [sys.executable, *launch, *map(str, program)]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
 
 
 Whole = Callable[[str], Run]
@@ -410,7 +410,7 @@ def test_script_of_a_job_runs_on_small_data(job: str, place: Path, tmp_path: Pat
             env=os.environ | ENVIRONMENT | variables | {"PATH": os.pathsep.join(path)},
             capture_output=True,
             text=True,
-            timeout=250,
+            timeout=600,
         )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
     assert printed in done.stdout + done.stderr

@@ -95,7 +95,7 @@ def pretokenize(hub: HubServer, home: Path, *words: object, **how: Any) -> str:
 def run_cold(words: list[object], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """`datasets` reads the environment when it is imported, and cannot be imported anew."""
     command = [sys.executable, *map(str, words)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
 
 
 def test_repository_files_are_read_by_ranges_at_a_commit(

@@ -141,10 +141,10 @@ HANDLER = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\nslept, marks"
 @pytest.mark.parametrize(
     ("text", "code"),
     [
-        (LOOP + "time.sleep(60)", -signal.SIGTERM),
+        (LOOP + "time.sleep(600)", -signal.SIGTERM),
         # A handler in Python would wait for the C function. Plain Python ends at once.
         (LOOP + "signal.sigwait([signal.SIGUSR1])", -signal.SIGTERM),
-        (LOOP.replace("slept, marks", HANDLER) + "time.sleep(60)", 9),
+        (LOOP.replace("slept, marks", HANDLER) + "time.sleep(600)", 9),
     ],
     ids=["asleep", "stuck in C", "with a handler"],
 )
@@ -152,7 +152,7 @@ def test_sigterm_reports_and_ends_as_with_python(script: Path, text: str, code: 
     script.write_text(text)
     with started(script) as process:
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=300)
     assert process.returncode == code
     assert "12 steps of SGD" in errors
     assert ("end      SIGTERM" in errors) == (code < 0)
@@ -189,7 +189,7 @@ def test_a_child_neither_ends_the_script_nor_counts_its_steps(script: Path, chil
 @pytest.mark.parametrize("is_caught", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_interruption_ends_as_with_python(script: Path, is_caught: bool) -> None:
     ending = "print('caught')" if is_caught else "raise"
-    wait = "try:\n    print('trained', flush=True)\n    time.sleep(60)\n"
+    wait = "try:\n    print('trained', flush=True)\n    time.sleep(600)\n"
     wait += f"except KeyboardInterrupt:\n    {ending}\n"
     script.write_text(LOOP.replace("print('trained', flush=True)", wait))
     command = [sys.executable, "-m", "tokenfeed", "stall", script]
@@ -198,7 +198,7 @@ def test_interruption_ends_as_with_python(script: Path, is_caught: bool) -> None
         assert process.stdout is not None
         assert process.stdout.readline() == "trained\n"
         process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=300)
     assert process.returncode == (0 if is_caught else -signal.SIGINT)
     assert output == ("caught\n" if is_caught else "")
     assert "12 steps of SGD" in errors
@@ -210,10 +210,10 @@ def test_interruption_ends_as_with_python(script: Path, is_caught: bool) -> None
 def test_killed_script_leaves_a_snapshot(script: Path, tmp_path: Path) -> None:
     often = "from tokenfeed.trainer.watch import watch\n"
     often += "watch._SNAPSHOT_S, watch._LOOK_STEPS = 0.01, 1\n"
-    script.write_text(often + LOOP + "time.sleep(60)")
+    script.write_text(often + LOOP + "time.sleep(600)")
     with started(script, "--out", tmp_path / "out") as process:
         process.kill()
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
     report = report_of(tmp_path / "out")
     assert report["run"]["finished"] is False
     assert report["steps"] >= 1
@@ -369,7 +369,7 @@ def test_late_rank_under_torchrun_is_named(
     ],
 )
 def test_rank_that_dies_leaves_the_report_of_rank_0(script: Path, tmp_path: Path, end: str) -> None:
-    ending = f"train(rank)\nif rank == 1:\n    {end}\ntime.sleep(60)\n"
+    ending = f"train(rank)\nif rank == 1:\n    {end}\ntime.sleep(600)\n"
     script.write_text(HEAD + LOADER.format(nap=0.0) + LATE + ending)
     ended = torchrun(script, tmp_path / "bin")
     assert ended.returncode == 1

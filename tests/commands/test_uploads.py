@@ -40,7 +40,7 @@ def test_uploads_that_are_killed_and_refused_leave_complete_checkpoints(
     proxy.fault_of = fault  # type: ignore[method-assign]
     shards = write_counting(write_dataset, tmp_path / "shards", rows=400, validation_rows=20)
     program = [PROGRAMS / "killed_training.py", shards, tmp_path, 20, f"s3://{servers.BUCKET}"]
-    ended = warm.run(program, timeout=240)
+    ended = warm.run(program)
     assert ended.returncode == 0, ended.stderr
     seen: dict[str, int] = json.loads(ended.stdout)
     assert seen["kills"] >= 20

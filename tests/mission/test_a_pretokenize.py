@@ -198,5 +198,5 @@ def seen_in(descriptor: int, process: warm.Popen) -> str:
     with contextlib.suppress(OSError):  # when its last writer has closed it
         while block := os.read(descriptor, 4096):
             seen += block
-    assert process.wait(60) == 0
+    assert process.wait(300) == 0
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode())

@@ -136,6 +136,6 @@ def test_workers_ignore_signals_that_their_parent_handles(folder: Path) -> None:
     with start(script, folder) as process:
         for name in ASKING:
             os.killpg(process.pid, getattr(signal, name))
-        rest, errors = process.communicate("go on\n", timeout=60)
+        rest, errors = process.communicate("go on\n", timeout=300)
     assert (process.returncode, errors) == (0, "")
     assert int(rest) == 3 * realistic_lengths().sum()

@@ -5,7 +5,6 @@ import contextlib
 import hmac
 import json
 import os
-import secrets
 import shutil
 import socket
 import subprocess
@@ -18,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from support.processes import free_ports
+
 BUCKET = "bucket"
 AZURE = {
     "AZURE_STORAGE_ACCOUNT_NAME": "devstoreaccount1",
@@ -26,9 +27,7 @@ AZURE = {
 }
 """The account that the emulator knows; its key is no secret."""
 KEYS = ("someone", "a secret")
-_START_S = 30
-_SEPARATE = 10_000
-"""SeaweedFS has a second port for each, so much higher."""
+_START_S = 200
 
 
 @contextlib.contextmanager
@@ -38,7 +37,7 @@ def seaweed(folder: Path) -> Iterator[int]:
     keys = [{"accessKey": KEYS[0], "secretKey": KEYS[1]}]
     identity = {"name": "tests", "credentials": keys, "actions": ["Admin", "Read", "Write", "List"]}
     (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
-    ports = _free_port_numbers(4)
+    ports = free_ports(4)
     names = ("-master.port", "-volume.port", "-filer.port", "-s3.port")
     options = [f"{name}={port}" for name, port in zip(names, ports, strict=True)]
     options += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3"]
@@ -55,7 +54,7 @@ def seaweed(folder: Path) -> Iterator[int]:
 @contextlib.contextmanager
 def azurite(folder: Path) -> Iterator[int]:
     """The port of Azure's own emulator, with a container."""
-    program, (port,) = _program("azurite-blob"), _free_port_numbers(1)
+    program, (port,) = _program("azurite-blob"), free_ports()
     options = ["--blobHost", "127.0.0.1", "--blobPort", str(port), "--skipApiVersionCheck"]
     with _running([program, *options, "--silent", "--location", str(folder)], folder, port):
         _make_container(port)
@@ -79,23 +78,6 @@ def _program(name: str) -> str:
     """A program of this environment or of the system; the test is skipped where there is none."""
     path = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     return path or pytest.skip(f"{name} is not installed")
-
-
-def _free_port_numbers(count: int) -> list[int]:
-    """Ports that nobody has, nor those that a server makes of them.
-
-    They are below the ports that the system gives to programs which ask for any port: a server
-    takes seconds until it listens, and meanwhile no other test gets its ports.
-    """
-    found: list[int] = []
-    with contextlib.ExitStack() as held:
-        while len(found) < count:
-            port = 12_000 + secrets.randbelow(_SEPARATE)
-            with contextlib.suppress(OSError):
-                for each in (port, port + _SEPARATE):
-                    held.enter_context(socket.create_server(("127.0.0.1", each)))
-                found.append(port)
-    return found
 
 
 @contextlib.contextmanager

@@ -4,6 +4,8 @@ import contextlib
 import gc
 import json
 import os
+import secrets
+import socket
 import subprocess
 import sys
 import time
@@ -77,7 +79,7 @@ for a quarter of a second."""
 
 
 def run_script(
-    script: str, *arguments: object, flags: Iterable[str] = (), seconds: float = 120
+    script: str, *arguments: object, flags: Iterable[str] = (), seconds: float = 600
 ) -> Any:
     """Run a Python script to its end and read its last line as JSON; null if it wrote nothing."""
     ended = subprocess.run(
@@ -91,7 +93,7 @@ def run_script(
     return json.loads((ended.stdout.splitlines() or ["null"])[-1])
 
 
-def eventually(what: Callable[[], bool], seconds: float = 60.0) -> bool:
+def eventually(what: Callable[[], bool], seconds: float = 300.0) -> bool:
     """Whether something callable becomes true."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -131,6 +133,26 @@ def open_files() -> list[str]:
 def opened_since(before: list[str]) -> list[str]:
     """What is open and was not; what others, as servers, have closed since is no matter."""
     return sorted((Counter(open_files()) - Counter(before)).elements())
+
+
+def free_ports(count: int = 1) -> list[int]:
+    """Ports that nobody has. So much above each is another, which SeaweedFS takes, too.
+
+    They are below the ports that the system gives to programs which ask for any port: a server
+    takes seconds until it listens, and meanwhile no other test gets its ports.
+    """
+    found: list[int] = []
+    with contextlib.ExitStack() as held:
+        while len(found) < count:
+            port = 12_000 + secrets.randbelow(_SEPARATE)
+            with contextlib.suppress(OSError):
+                for each in (port, port + _SEPARATE):
+                    held.enter_context(socket.create_server(("127.0.0.1", each)))
+                found.append(port)
+    return found
+
+
+_SEPARATE = 10_000
 
 
 def resident(pid: int | str) -> int:

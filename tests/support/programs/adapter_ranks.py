@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import transformers
+from support.processes import free_ports
 from torch import Tensor, nn
 
 from tokenfeed import Fixed, ShardLoader
@@ -301,9 +302,7 @@ def main(adapter: str, data: str, ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
     rank = 0
     if ranks > 1:
-        from support.programs.ranked_training import free_port
-
-        port = str(free_port())
+        port = str(free_ports()[0])
         rank = int(os.fork() == 0)
         launcher = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
         launcher |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": "1"}

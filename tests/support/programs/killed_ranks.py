@@ -28,8 +28,9 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint.hf_storage  # else each fork that resumes imports it
 from support.checkpoints import names_in
+from support.processes import free_ports
 from support.programs.killed_training import STEPS, slow_down
-from support.programs.ranked_training import TIMEOUT_S, free_port, in_a_fork, train
+from support.programs.ranked_training import TIMEOUT_S, in_a_fork, train
 from support.training import assert_same_run, load_weights, read_metrics
 
 from tokenfeed.trainer.checkpoints import async_saver
@@ -39,7 +40,7 @@ from tokenfeed.trainer.distributed.world import StepSync, World
 from tokenfeed.trainer.loop import run as loop_run
 from tokenfeed.trainer.report.run_files import Report
 
-_MOST_STEPS, _LATEST_S, _PAUSE_S, _END_S = 10, 0.1, 5.0, 20
+_MOST_STEPS, _LATEST_S, _PAUSE_S, _END_S = 10, 0.1, 5.0, 100
 _NOTED = os.pipe()
 _SETTINGS = {
     "steps": STEPS,
@@ -78,7 +79,7 @@ def settings_of(kind: Kind, shards: Path, run_dir: Path) -> dict[str, Any]:
 
 def started(settings: dict[str, Any], size: int) -> list[int]:
     """The processes of the ranks, which have joined their group."""
-    port = free_port()
+    [port] = free_ports()
     while wait_for(1, 0.0):
         pass  # what the ranks before have written
     ranks = [in_a_fork(rank, size, port, settings) for rank in range(size)]

@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import sys
 import tempfile
 import traceback
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.processes import free_ports
 from support.simulated_clocks import SharedClock
 from support.training import make_config
 
@@ -28,7 +28,7 @@ from tokenfeed.trainer.loop.loaders import SplitLoaders
 from tokenfeed.trainer.loop.run import train as run_until
 from tokenfeed.trainer.tasks import vocabulary_loss
 
-TIMEOUT_S = 100
+TIMEOUT_S = 600
 BEGINS = "-- the next run --\n"
 """Printed to stderr before each run."""
 _WORTH_BYTES = vocabulary_loss.WORTH_BYTES
@@ -100,12 +100,6 @@ def in_a_fork(rank: int, size: int, port: int, settings: dict[str, Any]) -> int:
         os._exit(code)
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 def main(runs: list[tuple[int, dict[str, Any]]]) -> None:
     torch.set_num_threads(1)  # no threads, which forks would lack
     ended = []
@@ -115,7 +109,7 @@ def main(runs: list[tuple[int, dict[str, Any]]]) -> None:
     gc.freeze()  # else collections of each fork would look at, and copy, all that was imported
     for size, settings in runs:
         print(BEGINS, end="", file=sys.stderr, flush=True)
-        port = free_port()
+        [port] = free_ports()
         if "late" in settings:
             settings["clock"] = SharedClock()
         ranks = [in_a_fork(rank, size, port, settings) for rank in range(size)]

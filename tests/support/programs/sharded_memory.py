@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from support.programs.ranked_training import free_port
+from support.processes import free_ports
 from support.training import make_config
 from torch import Tensor
 
@@ -58,7 +58,7 @@ def measure(shards: Path, folder: Path) -> dict[str, int]:
 
 def main(shards: str, folder: str, size: int) -> None:
     torch.set_num_threads(1)  # no threads, which forks would lack
-    own = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    own = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_ports()[0]}
     os.environ |= {name: str(value) for name, value in own.items()}
     rank = next((rank for rank in range(1, size) if os.fork() == 0), 0)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}

@@ -10,7 +10,7 @@ import os
 import sys
 
 import transformers
-from support.programs.ranked_training import free_port
+from support.processes import free_ports
 from support.simulated_clocks import two_ranks
 from support.sleeping import Sleeping, Tiny
 
@@ -18,7 +18,7 @@ from tokenfeed.integrations.transformers import StallCallback
 
 
 def main(folder: str, seconds: float) -> None:
-    launcher = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    launcher = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports()[0]), "WORLD_SIZE": "2"}
     with two_ranks() as (rank, clock):
         os.environ.update(launcher, RANK=str(rank), LOCAL_RANK=str(rank))
         stall = StallCallback(skipped_steps=2)

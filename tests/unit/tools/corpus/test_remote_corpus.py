@@ -245,7 +245,7 @@ def test_small_objects_are_fetched_several_at_once(
             waiting.add(line)
             if len(waiting) == 4:
                 together.set()
-            if not together.wait(20):
+            if not together.wait(60):
                 alone.append(line)
 
     monkeypatch.setattr(remote.proxy, "fault_of", held)
