@@ -125,15 +125,15 @@ def test_m07_fp16_where_bf16_is_not_native(tmp_path: Path) -> None:
         assert ("TF32" in said) == (capability >= (8, 0))
     assert "precision: fp32 (cpu)" in call(train.main, "--shards", shards, *small).stderr
 
-    steps = ("--steps", 200, "--schedule", "constant", "--clip-norm", 0.5, "--learning-rate", 1e-4)
+    steps = ("--steps", 50, "--schedule", "constant", "--clip-norm", 0.5, "--learning-rate", 1e-4)
     sizes = ("--sequence-length", 32, "--micro-batch-tokens", 128, "--step-tokens", 128)
-    own = ("--model", "support.training:overflowing_model", *steps, *sizes, "--save-every", 200)
+    own = ("--model", "support.training:overflowing_model", *steps, *sizes, "--save-every", 50)
     lines = trained(shards, tmp_path / "cpu", *own, "--device", "cpu", "--precision", "fp16")
     batches = [*SEEN]
     with simulated_gpu(*T4):
         on_t4 = trained(shards, tmp_path / "t4", *own)
     expected = scaled_loop(batches)
-    assert len(expected) == 200
+    assert len(expected) == 50
     for run in (lines, on_t4):
         for line, (loss, scale, skipped) in zip(run, expected, strict=True):
             assert line["loss_scale"] == scale
@@ -197,21 +197,23 @@ def test_m08_steps_accumulate_clip_unscaled_gradients_and_are_fused(
 
 
 # ---------- m09 ----------
+DROPPING = "support.training:dropping_model"
+
+
 def test_m09_recompute_repeats_forward_passes_and_changes_no_loss(lm: Path, tmp_path: Path) -> None:
     hub = hub_models.save_model(tmp_path / "hub", "CausalLM", "Llama", vocab_size=64)
     words = ("--shards", lm, *SIZES, "--steps", 2, "--log-every", 1, "--device", "cpu")
     attention = "aten::scaled_dot_product_attention"
-    for model in ("support.training:dropping_model", f"hf:{hub}"):
-        for precision in ("fp32", "fp16"):
-            runs = {}
-            for option in ((), ("--recompute",)):
-                folder = tmp_path / f"{model[:2]}-{precision}{len(option)}"
-                own = ("--model", model, "--precision", precision, "--run-dir", folder, *option)
-                runs[bool(option)] = operators_of(*words, *own)[attention], folder
-            layers = 2
-            assert runs[True][0] - runs[False][0] == layers * 2 * 2  # steps of two micro-batches
-            for key in ("loss", "gradient_norm"):
-                assert read_metrics(runs[True][1], key) == read_metrics(runs[False][1], key)
+    for model, precision in ((DROPPING, "fp32"), (DROPPING, "fp16"), (f"hf:{hub}", "fp16")):
+        runs = {}
+        for option in ((), ("--recompute",)):
+            folder = tmp_path / f"{model[:2]}-{precision}{len(option)}"
+            own = ("--model", model, "--precision", precision, "--run-dir", folder, *option)
+            runs[bool(option)] = operators_of(*words, *own)[attention], folder
+        layers = 2
+        assert runs[True][0] - runs[False][0] == layers * 2 * 2  # steps of two micro-batches
+        for key in ("loss", "gradient_norm"):
+            assert read_metrics(runs[True][1], key) == read_metrics(runs[False][1], key)
 
 
 # ---------- m10 ----------
@@ -627,7 +629,7 @@ def test_m17_phases_killed_twelve_times_equal_an_undisturbed_run(
     hub: dict[str, Path], tmp_path: Path
 ) -> None:
     program = PROGRAMS / "killed_phases.py"
-    done = warm.run([program, written_phases(tmp_path, hub), tmp_path], timeout=300)
+    done = warm.run([program, written_phases(tmp_path, hub), tmp_path])
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {"kills": 12, "steps": [12, 12]}
 
@@ -879,9 +881,9 @@ def test_m38_a_run_is_one_yaml_file_that_the_command_line_overrides(
     words = ["--config", file, "--steps", 100_000, "--export", tmp_path / "model"]
     with warm.Popen(["-m", "tokenfeed.tools.train", *words], stderr=subprocess.PIPE) as process:
         metrics = run_dir / "metrics.jsonl"
-        eventually(lambda: metrics.exists() and '"step":20,' in metrics.read_text())
+        assert eventually(lambda: metrics.exists() and '"step":20,' in metrics.read_text())
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate()
     assert process.returncode == 130, errors
     kept = yaml.safe_load((run_dir / "config.yaml").read_text())
     assert kept["steps"] == 100_000

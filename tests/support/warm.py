@@ -43,6 +43,7 @@ _AS_NEW = """
 from huggingface_hub import constants
 from support import warm
 constants.HF_HUB_OFFLINE = False  # the warm process is offline
+warm.ensure_running()  # else the first worker of a DataLoader starts another warm process
 warm.forget("support")  # pytest rewrites its assertions when it is imported
 """
 """What a test process runs first."""
@@ -208,7 +209,7 @@ def run(
     *,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
-    timeout: float = 200.0,
+    timeout: float = 600.0,
 ) -> subprocess.CompletedProcess[str]:
     """What `python WORDS...` prints, and its exit code.
 

@@ -65,7 +65,12 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
 
 
 def settings(shards: Path, run_dir: Path, **changes: Any) -> TrainConfig:
-    own = {"model": "tiny", "steps": STEPS, "eval_every": 100, "save_every": 4}
+    own = {
+        "model": "support.training:one_layer_model",
+        "steps": STEPS,
+        "eval_every": 100,
+        "save_every": 4,
+    }
     return make_config(shards, run_dir, **own | {"batching": "packed"} | changes)
 
 
@@ -170,7 +175,7 @@ def test_a_step_is_graphs_where_all_micro_batches_are_alike(
     is_whole: bool,
 ) -> None:
     """Otherwise the parts of the model are, by the mode of the compiler."""
-    changes = {"device": "cuda", "compile": "reduce-overhead"} | changes
+    changes = {"model": "tiny", "device": "cuda", "compile": "reduce-overhead"} | changes
     on_cuda, mode = changes.pop("device") == "cuda", changes["compile"]
     config = settings(shards, tmp_path, **changes)
     task = task_of(config, CPU)
