@@ -154,7 +154,8 @@ def test_a_run_moves_between_a_folder_and_a_store(store: RangedFolder, tmp_path:
     places: list[Path | RangedFolder] = [store, store.folder, store]
     found, state = [], None
     for place in places:
-        with open_loader(place, **options) as loader:  # type: ignore[arg-type]
+        own = options if place is store else {}
+        with open_loader(place, **own) as loader:  # type: ignore[arg-type]
             if state:
                 loader.load_state_dict(state)
             found += delivered(islice(loader, 30 if len(found) < 60 else None))
@@ -234,8 +235,11 @@ def test_training_reads_a_store_and_reports_what_it_took(
     store = RangedFolder(folder, tmp_path / "requests")
     monkeypatch.setitem(STORES, "ranged", lambda _: store)
     local, remote = (
-        run(make_config(shards, tmp_path / name, steps=4, cache_dir=tmp_path / "cache"))
-        for name, shards in (("one", folder), ("two", "ranged://out"))
+        run(make_config(shards, tmp_path / name, steps=4, cache_dir=cache))
+        for name, shards, cache in (
+            ("one", folder, None),
+            ("two", "ranged://out", tmp_path / "cache"),
+        )
     )
     assert (remote.loss_first, remote.loss_last) == (local.loss_first, local.loss_last)
     assert local.remote is None
