@@ -209,7 +209,7 @@ def test_a_rank_that_dies_ends_the_others_with_one_line(trained: Trained) -> Non
 def test_more_ranks_than_micro_batches_are_refused_in_one_line(trained: Trained) -> None:
     codes, errors = trained.ended["too many"]
     assert codes == [1, 1]
-    assert "`--micro-batch-tokens`: 2 ranks share 1 micro-batches of a step" in errors
+    assert "`--micro-batch-tokens`=64: 2 ranks share 1 micro-batch of a step" in errors
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
