@@ -75,9 +75,15 @@ class StatefulShardLoader(DataLoader[Any]):
                 `(batch["input_ids"], batch.targets)`. Default: the batch.
 
         Raises:
-            ConfigError: Rows may have no score, and there is no `transform`. The label of such a
-                row is NaN, and the losses of transformers would make all weights NaN.
+            ConfigError: `loader` is not a ShardLoader. Or rows may have no score, and there is no
+                `transform`. The label of such a row is NaN, and the losses of transformers would
+                make all weights NaN.
         """
+        if not isinstance(loader, ShardLoader):
+            raise ConfigError(
+                f"`StatefulShardLoader` takes a ShardLoader, not a {type(loader).__name__}. Pass "
+                "ShardLoader(path, batching=...)."
+            )
         if transform is None and loader.manifest.task == "score" and loader.has_fillers:
             raise ConfigError(
                 "`transform`: rows that complete a batch have the score NaN, and a loss that "

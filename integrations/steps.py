@@ -85,8 +85,14 @@ def steps(
             `communication`. Default: the StallMeter that watches these steps.
 
     Raises:
-        ConfigError: The group does not have the loader's `world_size` ranks.
+        ConfigError: `loader` is not a ShardLoader, or the group does not have its `world_size`
+            ranks.
     """
+    if not isinstance(loader, ShardLoader):
+        raise ConfigError(
+            f"`steps` takes a ShardLoader, not a {type(loader).__name__}. Pass "
+            "ShardLoader(path, batching=...) itself."
+        )
     if loader.world_size > 1:
         _check_group(loader.world_size, group)
     return _steps(loader, group, meter)

@@ -148,6 +148,8 @@ def _folder(cache_dir: str | PathLike[str] | None) -> str:
     Raises:
         ConfigError: The folder cannot be created, or belongs to another user.
     """
+    if not isinstance(cache_dir, str | PathLike | None):
+        raise checks.refusal("cache_dir", cache_dir, "a folder, or None")
     given = cache_dir or os.environ.get(VARIABLE)
     setting = "`cache_dir`" if cache_dir else f"${VARIABLE}" if given else "the cache's folder"
     place = Path(given or Path(tempfile.gettempdir()) / f"tokenfeed-{os.getuid()}").absolute()

@@ -195,8 +195,11 @@ class Batch(Mapping[str, Any]):
         keys = (*common.keys, *common.kept) if common else ()
         if name in keys:
             return self[name]
+        hint = " A Batch is read-only: change a copy, `dict(batch)`." if hasattr(dict, name) else ""
         raise AttributeError(
-            f"Batch has no attribute {name!r}. Its keys are {', '.join(keys)}.", name=name, obj=self
+            f"Batch has no attribute {name!r}. Its keys are {', '.join(keys)}.{hint}",
+            name=name,
+            obj=self,
         )
 
     def __contains__(self, key: object) -> bool:
@@ -224,7 +227,16 @@ class Batch(Mapping[str, Any]):
         return device
 
     def to(self, device: "str | torch.device", *, non_blocking: bool = False) -> "Batch":
-        """Return the batch on another device, or itself if it is there already."""
+        """Return the batch on another device, or itself if it is there already.
+
+        Raises:
+            ConfigError: The value is a dtype, which would change ids.
+        """
+        if type(device).__name__ == "dtype":
+            raise ConfigError(
+                f"`to`({device}): a Batch keeps its dtypes, because ids are whole numbers. Pass a "
+                "device, and choose the precision of the model, or use `torch.autocast`."
+            )
         if str(self.device) == str(device):
             return self
         return self._mapped(lambda tensor: tensor.to(device, non_blocking=non_blocking))

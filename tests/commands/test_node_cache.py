@@ -147,6 +147,7 @@ def delivered(loader: Iterator[object]) -> list[object]:
 
 
 @pytest.mark.usefixtures("forked_workers")
+@pytest.mark.filterwarnings("ignore:`cache_dir` and `cache_bytes` have no effect")
 def test_a_run_moves_between_a_folder_and_a_store(store: RangedFolder, tmp_path: Path) -> None:
     options = {"cache_dir": tmp_path / "cache", "cache_bytes": PLENTY}
     whole = open_loader(store.folder)
@@ -226,6 +227,7 @@ def test_an_error_comes_at_its_windows_turn_and_the_loader_goes_on_when_it_is_me
     assert found == expected
 
 
+@pytest.mark.filterwarnings("ignore:`cache_dir` and `cache_bytes` have no effect")
 @pytest.mark.usefixtures("forked_workers")
 @pytest.mark.slow
 def test_training_reads_a_store_and_reports_what_it_took(

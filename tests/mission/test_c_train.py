@@ -863,6 +863,7 @@ def watched(head: Any) -> torch.nn.Module:
 # ---------- m38 ----------
 
 
+@pytest.mark.filterwarnings("ignore:`cache_dir` and `cache_bytes` have no effect")
 def test_m38_a_run_is_one_yaml_file_that_the_command_line_overrides(
     hub: dict[str, Path], tmp_path: Path
 ) -> None:

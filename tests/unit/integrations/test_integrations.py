@@ -193,6 +193,13 @@ def test_steps_of_ranks_without_a_group_raises(folder: Path) -> None:
         steps(loader)
 
 
+@pytest.mark.parametrize("other", ["out/", DataLoader([1]), None], ids=["path", "loader", "none"])
+def test_other_objects_than_a_loader_are_named(other: Any) -> None:
+    for take in (steps, StatefulShardLoader):
+        with pytest.raises(ConfigError, match=rf"ShardLoader, not a {type(other).__name__}\. Pass"):
+            take(other)
+
+
 def test_a_step_without_a_target_divides_by_one(make_dataset: MakeDataset) -> None:
     loader = open_loader(
         make_dataset(lengths=[1, 1, 1]), Fixed(1), num_workers=0, micro_batches_per_step=1

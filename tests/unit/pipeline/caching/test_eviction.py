@@ -240,6 +240,8 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"`cache_dir`=.*/file/x: Not a directory"):
         resolve_cache(tmp_path / "file/x", None, **SIZES)
+    with pytest.raises(ConfigError, match="`cache_dir`=5: expected a folder, or None"):
+        resolve_cache(5, None, **SIZES)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

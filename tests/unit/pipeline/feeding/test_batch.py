@@ -326,6 +326,8 @@ def test_a_batch_unpacks_like_a_dict(batching: Batching, pairs: bool, keys: list
     assert batch.labels is batch["labels"]
     with pytest.raises(AttributeError, match=r"'lables'\. Its keys are input_ids, "):
         batch.lables  # noqa: B018
+    with pytest.raises(AttributeError, match=r"'pop'\. .* change a copy, `dict\(batch\)`\.$"):
+        batch.pop("labels")
     for key in keys:
         with pytest.raises(AttributeError, match=rf"^`{key}` of a Batch cannot be set: `model\("):
             setattr(batch, key, batch[key])
@@ -344,6 +346,8 @@ def test_a_batch_goes_to_another_device_with_all_it_has(batching: Batching) -> N
     batch = Case(rows, batching).batches()[0]
     assert batch.targets.device == batch.device
     assert batch.to("cpu") is batch
+    with pytest.raises(ConfigError, match=r"`to`\(torch\.float16\): a Batch keeps its dtypes"):
+        batch.to(torch.float16)  # type: ignore[arg-type]
     moved = batch.to("meta")
     assert moved.targets.device == moved.advantage.device == moved.device
     tensors = [value for value in moved.values() if isinstance(value, torch.Tensor)]
