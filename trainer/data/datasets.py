@@ -328,7 +328,7 @@ def make_policy(
         config.micro_batch_slots,
         multiple_of=multiple_of,
         long_rows=long_rows,
-        sequence_length=config.sequence_length,
+        sequence_length=min(config.sequence_length, config.micro_batch_slots),
         last=last,
     )
 

@@ -19,3 +19,10 @@ def test_estimate_of_an_epoch_is_near_what_is_delivered(way: str, every_task: Pa
     found = epoch_of(config, manifest, on_gpu=False)
     with ShardLoader(config.shards, batching=policy, num_workers=0) as loader:
         assert found.steps == pytest.approx(sum(1 for _ in loader), rel=0.1)
+
+
+def test_sequence_above_the_micro_batch_is_as_long_as_the_micro_batch(every_task: Path) -> None:
+    settings = {"sequence_length": 100, "micro_batch_tokens": 64, "step_tokens": 64}
+    config = make_config(every_task / "classify", every_task / "run", **settings)
+    policy = make_policy(config, packed=False, on_gpu=False)
+    assert policy.longest_piece == 64
