@@ -75,6 +75,13 @@ _STORE_S = 900.0
 request and the wait for another process together."""
 
 
+_INSTEAD = (
+    "For code that needs a torch DataLoader, use "
+    "`tokenfeed.integrations.dataloader.StatefulShardLoader(loader)`; for `transformers.Trainer`, "
+    "`tokenfeed.integrations.transformers.ShardTrainer`."
+)
+
+
 class ShardLoader:
     """Iterator over the batches of a data set: every row once per epoch, in a planned order.
 
@@ -314,11 +321,7 @@ class ShardLoader:
         return Pass(self._delivery, self._deliver)
 
     def __getitem__(self, index: object) -> NoReturn:
-        raise ConfigError(
-            "a ShardLoader cannot be indexed: iterate over it. For code that needs a torch "
-            "DataLoader, use `tokenfeed.integrations.dataloader.StatefulShardLoader(loader)`; for "
-            "`transformers.Trainer`, `tokenfeed.integrations.transformers.ShardTrainer`."
-        )
+        raise ConfigError(f"a ShardLoader cannot be indexed: iterate over it. {_INSTEAD}")
 
     def __repr__(self) -> str:
         names = ", ".join(source.name for source in self._sources)
@@ -399,8 +402,7 @@ class ShardLoader:
         if self.epochs is None or plan.num_windows > 1 or None in plan.epoch_tokens:
             raise TypeError(
                 "the number of batches is not known in advance: use `estimated_batches`, or train "
-                "for a number of steps. In place of a torch DataLoader around a ShardLoader, use "
-                "`tokenfeed.integrations.dataloader.StatefulShardLoader(loader)`."
+                f"for a number of steps. {_INSTEAD}"
             )
         if self._length is None:
             self._length = self._single_windows(plan)(_START).num_batches

@@ -290,7 +290,7 @@ def advanced(folder: Path, batches: int) -> ShardLoader:
 def test_dataloader_over_a_loader_names_the_right_class(make_dataset: MakeDataset) -> None:
     with pytest.raises(ConfigError, match=r"StatefulShardLoader\(loader\)"):
         next(iter(DataLoader(open_loader(make_dataset([5, 3])))))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="DataLoader around a ShardLoader, use `tokenfeed"):
+    with pytest.raises(TypeError, match=r"StatefulShardLoader\(loader\)`; .*\.ShardTrainer`"):
         next(iter(DataLoader(open_loader(make_dataset([5, 3]), epochs=None))))  # type: ignore[arg-type]
 
 
