@@ -388,16 +388,19 @@ _ALLOCATION = re.compile(r"\bsize \d{14,}\b|\bcapacity too large\b")
 """Matches the errors of an allocation that is too large for any machine, because a length is
 damaged."""
 _MACHINE_IS_FULL = {errno.ENOMEM, errno.EMFILE, errno.ENFILE}
+IS_UNREADABLE = {errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
+"""Errors of a disk or of rights, which a later run may not meet."""
 
 
 def damage_reason(error: Exception) -> str:
     """Return the damage of a file as one line.
 
     Raises:
-        Exception: `error` itself, if the machine lacks memory or file descriptors.
+        Exception: `error` itself, if the machine lacks memory or file descriptors, or refuses to
+            read the file.
     """
     is_shortage = isinstance(error, MemoryError) and not _ALLOCATION.search(str(error))
-    if is_shortage or getattr(error, "errno", None) in _MACHINE_IS_FULL:
+    if is_shortage or getattr(error, "errno", None) in _MACHINE_IS_FULL | IS_UNREADABLE:
         raise error
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return " ".join(reason.split())

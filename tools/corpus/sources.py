@@ -348,7 +348,7 @@ class _InputSearch:
             with os.scandir(folder.name) as listed:
                 found = {entry.name: entry for entry in listed}
         except OSError as error:
-            raise CorpusError(f"{folder.name}: cannot be listed: {error.strerror}.") from error
+            raise _unreadable(folder.name, error) from error
         names = sorted(found)
         if is_data_set(names):
             if folder.name == root:

@@ -16,8 +16,16 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, groupby
 
+from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.pipeline.remote.retrying import few_threads, results_of
-from tokenfeed.tools.corpus.blocks import DAMAGE, READ_ERRORS, Blocks, damage_reason, packed_ending
+from tokenfeed.tools.corpus.blocks import (
+    DAMAGE,
+    IS_UNREADABLE,
+    READ_ERRORS,
+    Blocks,
+    damage_reason,
+    packed_ending,
+)
 from tokenfeed.tools.corpus.field_paths import columns_of, computed, is_formula
 from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.input_files import FilePart, Format, InputFile
@@ -122,7 +130,7 @@ def read_records(part: FilePart, fields: Fields, *, in_one_pass: bool = False) -
         try:
             deque(Blocks(part.source.path, part.source.compression), maxlen=0)
         except READ_ERRORS as error:
-            reason = damage_reason(error)
+            reason = _damage(error, part.source)
             yield rejected(part.first_record, fields, f"cannot be read: {reason}")
             return
     has_given = False
@@ -136,12 +144,25 @@ def read_records(part: FilePart, fields: Fields, *, in_one_pass: bool = False) -
             yield records
             part.source.check_unchanged()  # what is mapped into memory must not be cut off
     except DAMAGE as error:
-        reason = damage_reason(error)
         part.source.check_unchanged()  # then that is the reason
+        reason = _damage(error, part.source)
         if part.source.compression and in_one_pass and has_given:
             raise UnverifiedError from error
         yield rejected(behind, fields, f"cannot be read from here on: {reason}")
     part.source.check_unchanged()
+
+
+def _damage(error: Exception, source: InputFile) -> str:
+    """Return the damage of a file. Raise CorpusError if the file may be sound, but unreadable."""
+    try:
+        return damage_reason(error)
+    except OSError as refusal:
+        if (number := refusal.errno) is None or number not in IS_UNREADABLE:
+            raise
+        raise CorpusError(
+            f"{source.name}: cannot be read: {os.strerror(number)}. Make it readable and repeat "
+            "the command, or leave it out by `--exclude`."
+        ) from refusal
 
 
 def with_remedy(reason: str, source: InputFile) -> str:

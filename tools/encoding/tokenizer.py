@@ -33,7 +33,7 @@ from tokenfeed.pipeline.format.manifest import (
     Manifest,
     read_checked,
 )
-from tokenfeed.pipeline.format.store import Store, local_path, open_store
+from tokenfeed.pipeline.format.store import LocalStore, Store, local_path, open_store
 from tokenfeed.pipeline.remote.address import object_address
 from tokenfeed.tools.corpus.blocks import LFS_POINTER
 
@@ -364,9 +364,15 @@ _CONVERT = (
 
 def fetch_beside(name: str, file: str) -> bytes | None:
     """Return another file from the place of a tokenizer; None if there is no such file."""
-    with contextlib.suppress(TokenizerError, OSError):
+    store = None
+    try:
         store, _ = _place(name)
         return store.read(file) if store else _fetch_from_hub(name, file).read_bytes()
+    except (TokenizerError, OSError) as error:
+        if isinstance(store, LocalStore) and isinstance(error, PermissionError):
+            raise TokenizerError(
+                f"{store.path(file)}: cannot be read: {error.strerror}. Make it readable."
+            ) from None
     return None
 
 

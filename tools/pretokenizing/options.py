@@ -292,6 +292,8 @@ class Options:
             )
         if self.task in _NEEDED and not self.tokenizer:
             raise ConfigError(f"`--task {self.task}` needs `--tokenizer`: {_NEEDED[self.task]}.")
+        if self.paths[-1:] == (STANDARD_INPUT,):
+            raise ConfigError("`-`: OUT, the last path, is a folder. Give a new or empty folder.")
         if "" in self.exclude:
             raise ConfigError("`--exclude` is empty: expected a GLOB. Is a shell variable unset?")
         if "fim_spm_rate" in given and not self.fim_rate:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from support.commands import call
 
+from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.tools import report, shards, train
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
 from tokenfeed.tools.encoding.tasks.registry import TASK_CLASSES
@@ -52,9 +53,15 @@ def test_address_in_place_of_path_is_rejected_without_secret(main: Any, words: l
 
 
 def test_paths_and_options_may_be_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = "a --finish b --exclude *.md c --exclude *.txt --workers=3 -"
+    words = "a --json - --exclude *.md c --exclude *.txt --workers=3 out"
     monkeypatch.setattr("sys.argv", ["pretokenize", *words.split()])
     options = parse_options()
-    assert options.paths == ("a", "b", "c", "-")
+    assert options.paths == ("a", "-", "c", "out")
     assert options.exclude == ("*.md", "*.txt")
-    assert (options.workers, options.finish, options.json) == (3, True, False)
+    assert (options.workers, options.finish, options.json) == (3, False, True)
+
+
+def test_standard_output_is_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["pretokenize", "-", "-"])
+    with pytest.raises(ConfigError, match="OUT, the last path, is a folder"):
+        parse_options()
