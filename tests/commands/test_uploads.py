@@ -25,9 +25,8 @@ def proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProx
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [12, pytest.param(40, marks=pytest.mark.long)])
 def test_uploads_that_are_killed_and_refused_leave_complete_checkpoints(
-    kills: int, proxy: FaultProxy, tmp_path: Path, write_dataset: Callable[..., Path]
+    proxy: FaultProxy, tmp_path: Path, write_dataset: Callable[..., Path]
 ) -> None:
     draw, refused = random.Random(0), itertools.count()
 
@@ -40,10 +39,10 @@ def test_uploads_that_are_killed_and_refused_leave_complete_checkpoints(
 
     proxy.fault_of = fault  # type: ignore[method-assign]
     shards = write_counting(write_dataset, tmp_path / "shards", rows=400, validation_rows=20)
-    program = [PROGRAMS / "killed_training.py", shards, tmp_path, kills, f"s3://{servers.BUCKET}"]
+    program = [PROGRAMS / "killed_training.py", shards, tmp_path, 20, f"s3://{servers.BUCKET}"]
     ended = warm.run(program)
     assert ended.returncode == 0, ended.stderr
     seen: dict[str, int] = json.loads(ended.stdout)
-    assert seen["kills"] >= kills
+    assert seen["kills"] >= 20
     assert seen["runs"] > 0
-    assert next(refused) >= kills
+    assert next(refused) >= 20

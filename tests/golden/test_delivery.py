@@ -2,8 +2,7 @@
 
 Eight kinds of data sets, three policies, three ways to read, 1, 2 and 4 ranks; then the options of
 policies and loaders. Each value is made twice: without workers, and with a break in the middle,
-after which one rank has two workers (but for one data set on 1 or 4 ranks, which no worker
-reads otherwise than on 2). `delivery.json` has digests for each case:
+after which one rank has two workers. `delivery.json` has digests for each case:
 
 - order: where each row of a batch comes from, and where steps end
 - tensors: everything that a batch has
@@ -138,7 +137,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 def check(golden: Any, case: str, data: Any, ranks: int = 1, **options: Any) -> None:
     """Compare what loaders of all ranks deliver together with the golden value, twice."""
     rounds, kept = options.pop("rounds", None), options.pop("kept", ())
-    workers_after_break = options.pop("workers", 2)
 
     def start(num_workers: int) -> list[ShardLoader]:
         """Loaders of all ranks; the last one has workers."""
@@ -164,7 +162,7 @@ def check(golden: Any, case: str, data: Any, ranks: int = 1, **options: Any) -> 
 
     whole = [*deliver(start(0), rounds)]
     half = len(whole) // 2
-    resumed = start(workers_after_break)
+    resumed = start(2)
     for loader in resumed:
         loader.load_state_dict(json.loads(whole[half - 1][1]))
     parts = [*whole[:half], *deliver(resumed, None if rounds is None else rounds - half)]
@@ -204,7 +202,6 @@ def test_loader_delivers_the_same_rows_and_tensors(
     if way == "stages":
         first = Stage({one: 3, other: 1}, until_tokens=2 * tokens)
         data = [first, Stage({other: 1}, until_tokens=3 * tokens)]
-    options["workers"] = 2 * (way != "one" or ranks == "2")
     check(golden, case, data, int(ranks), kept=KEPT.get(kind, ()), **options)
 
 
