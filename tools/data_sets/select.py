@@ -176,10 +176,12 @@ class Selected:
     removed: int
     """Records that are not in it any more, with those that had been rejected."""
     not_found: int
-    """Listed records that the data set does not have."""
+    """Listed records, and whole files, that the data set does not have."""
 
     def __str__(self) -> str:
-        missing = f", {self.not_found:,} listed records not found" if self.not_found else ""
+        missing = (
+            f", {self.not_found:,} listed records or files not found" if self.not_found else ""
+        )
         return (
             f"{self.to}: {count_of(self.rows, 'row')}, {self.tokens:,} tokens, "
             f"{count_of(self.shards, 'shard')}, {self.linked:,} of them hard links; "
@@ -282,7 +284,13 @@ class _Chosen:
         self._keys = np.append(keys["key"], np.inf)
         """Listed records, sorted: line + record * 1j. The record of a row is below 2**53, so it is
         exact. With infinity at the end, every search finds an entry."""
-        self._entries, self._num_listed = keys["entry"], len(listed)
+        missing = [
+            file
+            for (file, line), records in selection.listed.items()
+            if records is None
+            and not any(line in (None, number) for number in self.lines_of.get(file, ()))
+        ]
+        self._entries, self._num_listed = keys["entry"], len(listed) + len(missing)
         self._found = np.zeros(len(self._keys), bool)
         self._threshold = np.uint64(int(selection.share * 2**64))
         if not len(keys) and not self._is_whole.any() and not selection.share:
@@ -293,7 +301,7 @@ class _Chosen:
 
     @property
     def not_found(self) -> int:
-        """Number of listed records that `kept` has not met."""
+        """Number of listed records that `kept` has not met, and of files without a line."""
         return self._num_listed - len(np.unique(self._entries[self._found[:-1]]))
 
     def kept(self, files: np.ndarray, records: np.ndarray) -> np.ndarray:

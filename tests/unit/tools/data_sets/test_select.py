@@ -131,9 +131,10 @@ def test_select_counts_listed_records_that_are_missing(out: Path, tmp_path: Path
     """An empty record has no row. A rejected record is found."""
     name = str(out.parent / "in/private.jsonl")
     records = [{"file": name, "record": record} for record in (0, 1, 3, 77)]
-    rows = listed(tmp_path / "l", *records, {"file": "elsewhere", "record": 0})
+    absent = [{"file": "elsewhere", "record": 0}, {"file": "nowhere"}]
+    rows = listed(tmp_path / "l", *records, *absent)
     said = selected(out, tmp_path / "new", "--rows", rows, "--drop")
-    assert (said["removed"], said["not_found"]) == (2, 3)
+    assert (said["removed"], said["not_found"]) == (2, 4)
     assert (tmp_path / "new/rejects.jsonl").read_bytes() == b""
     told = call(shards.main, "select", out, tmp_path / "again", "--rows", rows, "--drop").stdout
-    assert "2 records removed, 3 listed records not found" in told
+    assert "2 records removed, 4 listed records or files not found" in told
