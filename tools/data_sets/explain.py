@@ -219,7 +219,11 @@ def _find(maker: WindowMaker, position: Position, steps_on: int, number: int) ->
     begin = position if steps_on >= 0 else position._replace(micro_batch=0)
     ends = _step_ends(maker, begin)
     index = int(np.searchsorted(ends, position.micro_batch, side="right")) + steps_on
+    without = 0  # windows in a row that have no step
     while index >= len(ends):
+        without = 0 if len(ends) else without + 1
+        if without > maker.plan.num_windows:
+            raise maker.plan.without_steps(f"epoch {begin.epoch}")
         index -= len(ends)
         begin = maker.plan.next_window(begin)
         ends = _step_ends(maker, begin)

@@ -16,7 +16,7 @@ from support.data_sets import MakeDataset
 from support.delivery import POLICIES, open_loader, spans, tokens_of
 from tokenizers import Tokenizer
 
-from tokenfeed import Mixture, ShardLoader
+from tokenfeed import Fixed, Mixture, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.storage import file_xxh3
@@ -125,6 +125,14 @@ def test_a_checkpoint_counts_the_steps_of_its_run_and_the_next_one_is_told_by_de
     said = explain(folder, tmp_path / "state.json")
     place = f"window {state['window']}, micro-batch {state['micro_batch']}"
     assert said.startswith(f"--- step 1 | epoch 0, {place}\ncorpus.txt record ")
+
+
+def test_run_whose_windows_have_no_step_ends_with_an_error(folder: Path, tmp_path: Path) -> None:
+    loader, file = open_loader(folder, Fixed(10**6, last="drop")), tmp_path / "state.json"
+    assert loader.estimated_batches == 0
+    file.write_text(json.dumps(loader.state_dict()))
+    said = call(shards.main, "explain", folder, "--state", file, "--step", 1, expect=2).stderr
+    assert "no window has enough rows for one step" in said
 
 
 def test_step_of_a_run_in_file_order_is_explained(folder: Path, tmp_path: Path) -> None:
