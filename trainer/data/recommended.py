@@ -306,13 +306,17 @@ def _model(label: Column, train: SplitInfo) -> Choice:
 
 def _padded(longest: int, train: SplitInfo, given: Mapping[str, Any], rate: float) -> list[Choice]:
     """Choose rows a step, in one micro-batch if it is not too large, and the rate that suits a step
-    of 32 rows to them."""
+    of 32 rows to them. If rows are cut, choose as many tokens instead."""
     length = max(2, round_up(longest, 8))
     reason = f"the longest row has {longest:,} tokens"
     if given.get("step_tokens") is not None and given.get("step_rows") is None:
         rows = max(1, round(given["step_tokens"] * train.rows / train.tokens))
         return [Choice({"sequence_length": length}, reason), _rate(rate, rows)]
-    chosen = _step_rows(train)
+    chosen, cut_to = _step_rows(train), given.get("sequence_length") or longest
+    if cut_to < longest and given.get("step_rows") is None and given.get("batching") != "packed":
+        step = {"step_tokens": round_up(max(1, chosen * train.tokens // train.rows), cut_to)}
+        choice = Choice(step, f"rows of up to {longest:,} tokens are cut")
+        return [choice, *_padded(longest, train, given | step, rate)]
     rows = given.get("step_rows") or chosen
     slots = max(length, min(rows * length, _MOST_SLOTS))
     return [

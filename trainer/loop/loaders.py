@@ -238,25 +238,31 @@ class SplitLoaders:
 
 
 def check_rows(config: TrainConfig, task: Task) -> None:
-    """Reject settings that separate a row from its label.
+    """Reject settings that separate a row from its label, or that do not cut long rows.
 
     Raises:
-        ConfigError: Rows with labels would be packed, or cut into pieces.
+        ConfigError: Rows with labels would be packed, or cut into pieces. Or rows are longer than
+            a sequence, and a step has a number of padded rows.
     """
-    if task.kind != "row":
-        return
-    if is_packed(config, task.manifest):
+    packed = is_packed(config, task.manifest)
+    by_rows = config.step_rows is not None and not packed
+    if packed and task.kind == "row":
         raise ConfigError(
             f"`--batching`: rows with one label, as those of {task.name}, cannot be packed. Leave "
             "it out."
         )
     splits = task.manifest.splits
     longest = max(splits[name].longest_row for name in _SPLITS if name in splits)
-    if longest > config.sequence_length:
-        raise ConfigError(
-            f"`--sequence-length`={config.sequence_length}: {shown(config.shards)} has rows of "
-            f"{longest} tokens, and rows with one label cannot be cut. Raise it to {longest}."
-        )
+    if longest <= config.sequence_length or not (task.kind == "row" or by_rows):
+        return
+    why, other = "rows with one label cannot be cut", "shorten the texts before `pretokenize`"
+    if task.kind != "row":
+        why = "steps of --step-rows padded rows cut none"
+        other = "give --step-tokens in place of --step-rows"
+    raise ConfigError(
+        f"`--sequence-length`={config.sequence_length}: {shown(config.shards)} has rows of "
+        f"{longest} tokens, and {why}. Raise it to {longest}, or {other}."
+    )
 
 
 def is_apart(config: TrainConfig, task: Task) -> bool:

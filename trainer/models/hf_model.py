@@ -361,7 +361,7 @@ def _check_sizes(model: Any, config: TrainConfig, head: Head) -> None:
     if longest is not None and longest - _first_position(model) < config.sequence_length:
         raise ConfigError(
             f"`--sequence-length`={config.sequence_length}: {config.model} reads at most "
-            f"{longest - _first_position(model)} tokens."
+            f"{longest - _first_position(model)} tokens. Give at most that, or another --model."
         )
 
 

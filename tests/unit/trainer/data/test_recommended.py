@@ -1,5 +1,6 @@
 """Settings that suit a data set: they work together, and steps are those of epochs."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -8,15 +9,17 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.training import parsed, write_labelled
 
+from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest, ShardInfo, SplitInfo
 from tokenfeed.pipeline.format.schema import Task, task_columns
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.data.datasets import make_policy
+from tokenfeed.trainer.data.datasets import make_policy, read_manifest
 from tokenfeed.trainer.data.recommended import (
     data_defaults,
     default_epochs,
@@ -24,9 +27,12 @@ from tokenfeed.trainer.data.recommended import (
     steps_of_epochs,
     tuning_defaults,
 )
+from tokenfeed.trainer.loop.loaders import SplitLoaders
 from tokenfeed.trainer.models.gpt import SIZES
+from tokenfeed.trainer.tasks.registry import task_of
 
 AUTO: dict[str, Any] = {}
+CPU = torch.device("cpu")
 LABELLED = ("classify", "score", "tag")
 PLAIN = TrainConfig(shards="out", run_dir=Path("run"))
 
@@ -252,3 +258,28 @@ def test_chosen_sizes_give_each_rank_a_micro_batch_of_the_same_step(
     assert (shared.step_rows, shared.step_tokens) == (alone.step_rows, alone.step_tokens)
     told = parsed(*options, "--micro-batch-tokens", alone.micro_batch_tokens)
     assert told.micro_batch_tokens == alone.micro_batch_tokens
+
+
+@pytest.mark.parametrize("words", [(), ("--batching", "packed"), ("--step-tokens", 64)])
+def test_rows_longer_than_sequence_length_are_cut(
+    words: tuple[object, ...], tmp_path: Path
+) -> None:
+    shards = write_labelled(tmp_path / "tags", "tag")
+    assert read_manifest(str(shards)).split("train").longest_row > 16
+    config = parsed("--shards", shards, "--sequence-length", 16, "--device", "cpu", *words)
+    with contextlib.closing(
+        SplitLoaders(config, task_of(config, CPU), CPU).train_loader()
+    ) as loader:
+        batches = [*itertools.islice(loader, 20)]
+    assert max(batch["input_ids"].shape[1] for batch in batches) == 16
+
+
+@pytest.mark.parametrize("task", ["tag", "lm"])
+def test_steps_of_padded_rows_refuse_rows_longer_than_sequence_length(
+    task: Task, tmp_path: Path
+) -> None:
+    shards = write_labelled(tmp_path / "shards", task)
+    words = ["--shards", shards, "--sequence-length", 16, "--step-rows", 4, "--device", "cpu"]
+    config = parsed(*words, "--batching", "padded")
+    with pytest.raises(ConfigError, match=r"rows of 24 tokens.* or give --step-tokens in place"):
+        SplitLoaders(config, task_of(config, CPU), CPU)

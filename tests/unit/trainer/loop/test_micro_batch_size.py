@@ -147,8 +147,7 @@ def test_step_with_fewer_micro_batches_than_ranks_names_what_helps(
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
-    batching = "padded" if "step_rows" in settings else "packed"
-    config = make_config(counting, tmp_path, batching=batching, **settings)
+    config = make_config(counting, tmp_path, **settings)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     request.addfinalizer(dist.destroy_process_group)
     said = f"2 ranks share 1 micro-batch of a step, so some would have none. {remedy}, or start at"
