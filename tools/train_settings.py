@@ -302,7 +302,9 @@ def _given() -> dict[str, Any]:
     if path and str(path) in preset_names() and not path.exists():
         raise ConfigError(f"`--config`={path}: no such file. Did you mean --preset {path}?")
     file = read_settings(path, FILE_KINDS) if path else {}
-    phases = file.pop("phases", ())
+    phases = file.pop("phases", None)
+    if phases == ():
+        raise ConfigError(f"{path}: phases is empty. Add a phase, or leave it out.")
     _check_pairs(file, f"{path}: ")
     names = _presets_of(options)
     if "preset" in options:

@@ -1,6 +1,7 @@
 """What the shell around every command makes of an error, an interruption, a bug."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,13 @@ def test_a_second_signal_waits_for_nothing() -> None:
         "            print('what takes long')\n"
     )
     assert (result.returncode, result.stdout, result.stderr) == (143, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_while_python_ends_prints_nothing(number: signal.Signals) -> None:
+    interrupt = f"import atexit; atexit.register(os.kill, os.getpid(), {int(number)})"
+    result = run_body(f"{interrupt}; print('done')")
+    assert (result.returncode, result.stdout, result.stderr) == (-number, "done\n", "")
 
 
 @pytest.mark.parametrize("command", ["train", "pretokenize", "shards", "report", "main"])

@@ -87,6 +87,8 @@ def run_command(body: Callable[[], int | None]) -> NoReturn:
         remedy = _REMEDIES.get(error.errno or 0, "")
         code = _say(f"error: {where}{error.strerror or error}{remedy}", _FAILED)
     _leave_threads_behind(code, "upload")
+    for number in (signal.SIGINT, signal.SIGTERM):  # an exception while Python ends has a traceback
+        signal.signal(number, signal.SIG_DFL)
     sys.exit(code)
 
 

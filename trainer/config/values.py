@@ -107,6 +107,8 @@ def setting_of(kind: Any, value: Any, where: str) -> Any:
     """
     kinds = kinds_of(kind)
     part = get_args(kind)[0] if get_origin(kind) is tuple else None
+    if isinstance(value, str) and get_origin(part) is Literal:
+        value = [value]
     if isinstance(value, list) and dataclasses.is_dataclass(part):
         return tuple(_part(part, entry, f"{where} {n}") for n, entry in enumerate(value, 1))
     if Shards in kinds and isinstance(value, list):

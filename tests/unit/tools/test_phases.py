@@ -52,6 +52,7 @@ WRONG: list[tuple[Any, str]] = [
     ([{"name": "a", "from": "best"}], "phases 1: has no phase before it"),
     ([{"name": "a"}, {"name": "b", "from": "first"}], "phases 2: from: expected one of last, best"),
     ([{"name": "a", "run_dir": "x"}], "phases 1: unknown setting run_dir"),
+    ([], "phases is empty"),
     (["a"], "phases: expected a list of settings"),
     ("a", "phases: expected a list of settings"),
 ]

@@ -426,3 +426,12 @@ def test_later_setting_of_a_pair_removes_the_other(pair: tuple[str, str]) -> Non
     assert layered({one: 1}, {other: 2}) == {other: 2}
     assert layered({other: 1}, {one: 2}) == {one: 2}
     assert layered({one: 1}, {one: None, other: 2}) == {one: None, other: 2}
+
+
+def test_a_single_tracker_needs_no_list(tmp_path: Path) -> None:
+    file = written(tmp_path / "a.yaml", shards="a", track="tensorboard")
+    assert parsed("--config", file, "--print-config").track == ("tensorboard",)
+    error = call(train.main, "--config", written(tmp_path / "b.yaml", track="mlflow"), expect=2)
+    assert (
+        "track: expected one or several of wandb, trackio, tensorboard, got mlflow" in error.stderr
+    )
