@@ -314,6 +314,14 @@ def notes_on(
         if name in scores and (scores[name] - scores[trivial]) * sign <= 0
     ]
     name = "validation_loss" if any("validation_loss" in line for line in lines) else "loss"
+    # Progress lines have no loss if all steps were skipped, but also if no step had a target.
+    kind, mark = (name, name) if name != "loss" else ("learning_rate", "skipped_steps")
+    last_line = [line for line in lines if kind in line][-1:]
+    if any(mark in line and line.get(name) is None for line in last_line):
+        found.append(
+            f"the {name.replace('_', ' ')} is not finite at the end: the run has failed. Lower "
+            "`--learning-rate`, raise `--warmup-steps`, or take `--precision fp32`"
+        )
     losses = [line[name] for line in lines if line.get(name) is not None]
     last = len(losses) // 5
     if task.kind != "vocabulary" and last:

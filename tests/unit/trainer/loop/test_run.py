@@ -324,6 +324,18 @@ def test_patience_ends_a_run_whose_evaluations_are_never_finite(
     report = run(make_config(counting, tmp_path, model="support.training:lost_model", **settings))
     assert (report.finished, report.steps, report.best_step) == (True, 4, None)
     assert "step 4 | no evaluation had a finite result: the run ends. Lower" in caplog.text
+    assert report.notes == [
+        "the validation loss is not finite at the end: the run has failed. Lower "
+        "`--learning-rate`, raise `--warmup-steps`, or take `--precision fp32`"
+    ]
+
+
+def test_run_whose_last_steps_were_skipped_says_so(make_shards: MakeShards, tmp_path: Path) -> None:
+    shards = make_shards(tmp_path / "shards", validation_rows=0)
+    settings: dict[str, Any] = {"steps": 8, "log_every": 2, "learning_rate": 1e30}
+    report = run(make_config(shards, tmp_path / "run", warmup_steps=0, **settings))
+    assert report.skipped_steps == 7
+    assert [note[:35] for note in report.notes] == ["the loss is not finite at the end: "]
 
 
 def test_best_step_between_checkpoints_is_saved(counting: Path, tmp_path: Path) -> None:
