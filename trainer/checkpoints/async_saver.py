@@ -40,6 +40,9 @@ from tokenfeed.trainer.distributed.world import Gather, State, is_sharded_tensor
 
 Result = TypeVar("Result")
 
+_LONGEST_WAIT_S = 1.0
+"""Python looks for signals at least this often: one that arrives just before a wait begins does not
+end the wait."""
 _FRAME_BYTES = 64 << 20
 """Bytes of a zstd frame before compression."""
 _ZSTD_LEVEL = 1
@@ -121,7 +124,8 @@ class Saver:
             OSError: The save failed. Earlier checkpoints are unchanged.
         """
         if self._thread is not None:
-            self._thread.join()
+            while self._thread.is_alive():
+                self._thread.join(_LONGEST_WAIT_S)
             self._thread = None
         self.check()
 

@@ -8,7 +8,6 @@ part, write a class with these two methods, and put it into `Trainer.parts`.
 
 import contextlib
 import dataclasses
-import gc
 import json
 import logging
 from collections import deque
@@ -277,7 +276,7 @@ class Lines:
             run.step_sync.wait()
             skips = run.progress_log.write(step, run.step_sync.tokens)
             # Objects that outlive a line are collected with checkpoints only: this takes longer.
-            gc.collect(2 if saving else 1)
+            run.stall.collect(2 if saving else 1)
             ends = skips is not None and skips.in_a_row >= MOST_SKIPPED
             if not ends:
                 run.gather_stall()

@@ -311,6 +311,11 @@ class StallMeter:
         else:
             _log.warning("stall: cannot find waits: %s", why_not)
 
+    def collect(self, generation: int = 2) -> None:
+        """Collect Python's garbage as `gc.collect` does, and charge it. An interruption that
+        arrives meanwhile is raised; in an automatic collection, Python may drop it."""
+        self._collector.collect(generation)
+
     def read(self) -> StallReading:
         """Return the sums so far, without waiting for the device."""
         self._chain.resolve()

@@ -75,6 +75,17 @@ class CollectorWatch(_Interruptions):
         if self._called in gc.callbacks:
             gc.callbacks.remove(self._called)
 
+    def collect(self, generation: int) -> None:
+        """Collect garbage without callbacks: Python would drop an interruption that is raised in
+        one of them."""
+        callbacks, gc.callbacks[:] = [*gc.callbacks], []
+        try:
+            self._called("start", {"generation": generation})
+            gc.collect(generation)
+        finally:
+            gc.callbacks[:] = callbacks
+            self.end()
+
     def _called(self, phase: str, info: dict[str, int]) -> None:
         if phase == "stop":
             self.end()

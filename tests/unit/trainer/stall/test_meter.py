@@ -1,6 +1,7 @@
 """StallMeter as its callers use it, on simulated devices and on the CPU."""
 
 import copy
+import ctypes
 import gc
 import math
 import os
@@ -9,7 +10,9 @@ import signal
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -130,6 +133,25 @@ def test_a_full_collection_inside_the_work_is_charged_to_it_and_not_twice(
     seconds = meter.read().cause_seconds
     assert seconds["garbage collection"] == pytest.approx(3.0, abs=1e-3)
     assert seconds["data"] == pytest.approx(2.0, abs=1e-3)
+    meter.close()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows sends no signals")
+def test_interruption_during_a_collection_of_the_meter_is_raised() -> None:
+    """Python would drop it, if the callback of the meter were its next code."""
+    meter = StallMeter("cpu", skipped_steps=0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    kill = ctypes.CDLL(None).kill  # without any code of Python
+    kill.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.py_object]
+    garbage = torch.nn.Module()
+    garbage.__dict__["itself"] = garbage
+    on_deletion = weakref.ref(garbage, partial(kill, os.getpid(), signal.SIGINT))
+    del garbage
+    with pytest.raises(KeyboardInterrupt):
+        meter.collect()
+    assert on_deletion() is None
+    assert meter.phase != "garbage collection"
+    assert gc.callbacks
     meter.close()
 
 
