@@ -136,15 +136,20 @@ def test_a_full_collection_inside_the_work_is_charged_to_it_and_not_twice(
     meter.close()
 
 
+class Garbage:
+    itself: "Garbage"
+
+
 @pytest.mark.skipif(os.name != "posix", reason="Windows sends no signals")
 def test_interruption_during_a_collection_of_the_meter_is_raised() -> None:
     """Python would drop it, if the callback of the meter were its next code."""
     meter = StallMeter("cpu", skipped_steps=0)
+    gc.collect()  # what other tests have left may run code of Python when it is deleted
     signal.signal(signal.SIGINT, signal.default_int_handler)
     kill = ctypes.CDLL(None).kill  # without any code of Python
     kill.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.py_object]
-    garbage = torch.nn.Module()
-    garbage.__dict__["itself"] = garbage
+    garbage = Garbage()
+    garbage.itself = garbage
     on_deletion = weakref.ref(garbage, partial(kill, os.getpid(), signal.SIGINT))
     del garbage
     with pytest.raises(KeyboardInterrupt):
