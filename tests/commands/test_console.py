@@ -53,6 +53,12 @@ def run_body(body: str) -> subprocess.CompletedProcess[str]:
         ),
         ("logging.getLogger('tokenfeed.x').warning('odd'); return 3", 3, "warning: odd"),
         ("logging.getLogger('tokenfeed.x').info('so far')", 0, "so far"),
+        (
+            "import tokenfeed, warnings; warnings.warn_explicit('odd key=1', UserWarning, "
+            "tokenfeed.__file__, 1)",
+            0,
+            "warning: odd key=1",
+        ),
         ("raise BrokenPipeError", 141, None),
         ("raise OSError(errno.EINVAL, 'Invalid argument')", 1, "error: Invalid argument"),
         (
@@ -123,6 +129,11 @@ def test_full_stdout_is_named(words: str, unbuffered: str) -> None:
     remedy = "Free space there, and run the command again."
     line = f"error: stdout: No space left on device. {remedy}\n"
     assert (result.returncode, result.stderr) == (1, line)
+
+
+def test_warning_of_a_users_script_names_its_line() -> None:
+    result = run_body("import warnings; warnings.warn_explicit('odd', UserWarning, 'own.py', 7)")
+    assert result.stderr == "own.py:7: UserWarning: odd\n"
 
 
 def test_a_bug_of_ours_keeps_its_traceback() -> None:

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGALRM")  # Windows has two of them
@@ -18,6 +19,7 @@ def kept() -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in numbers}
     environment, folder = os.environ.copy(), os.getcwd()
     argv, path, hook = sys.argv, [*sys.path], sys.excepthook
+    format_warning = warnings.formatwarning
     log = logging.getLogger("tokenfeed")
     log_handlers, level = [*log.handlers], log.level
     try:
@@ -32,5 +34,6 @@ def kept() -> Iterator[None]:
                 os.environ[name] = value
         os.chdir(folder)
         sys.argv, sys.path[:], sys.excepthook = argv, path, hook
+        warnings.formatwarning = format_warning
         log.handlers = log_handlers
         log.setLevel(level)

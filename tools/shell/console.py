@@ -15,7 +15,9 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -36,6 +38,8 @@ _REMEDIES = {
 }
 """What to do about an error of the system."""
 _STDOUT = "stdout"
+_PACKAGE = f"{Path(__file__).parents[2]}{os.sep}"
+_format_warning = warnings.formatwarning
 
 _received: list[int] = []
 """Signals received so far."""
@@ -141,6 +145,7 @@ def _set_up() -> None:
         signal.signal(number, _interrupt)
     _insist_on_utf8()
     log_to_stderr()
+    warnings.formatwarning = _in_one_line
     own = sys.stdout
     if isinstance(own, io.TextIOWrapper) and own is sys.__stdout__:
         file = _Stdout(own.fileno(), "wb", closefd=False)
@@ -151,6 +156,19 @@ def _set_up() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # unusual file names in an ASCII locale
+
+
+def _in_one_line(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
+) -> str:
+    """Format a warning of this package as the log formats one, without the line of our code."""
+    if filename.startswith(_PACKAGE):
+        return f"warning: {printable(without_secrets(str(message)))}\n"
+    return _format_warning(message, category, filename, lineno, line)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
