@@ -87,7 +87,7 @@ class RankSlice:
     @classmethod
     def without_batches(cls, left_out: tuple[int, int], num_sources: int) -> Self:
         """Return the slice of a window that has too few rows for a step; see `left_out`."""
-        arrays = {field.name: np.zeros(0, np.int64) for field in fields(cls)}
+        arrays: dict[str, np.ndarray] = {field.name: np.zeros(0, np.int64) for field in fields(cls)}
         arrays["source_tokens"] = np.zeros((1, num_sources), np.int64)
         return cls(**arrays | {"columns": {}, "left_out": np.array(left_out)})  # type: ignore[arg-type]
 
