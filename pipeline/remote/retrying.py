@@ -159,6 +159,10 @@ def without_patience() -> Iterator[None]:
         _abandoned.clear()
 
 
+_random = random.SystemRandom()
+"""The random numbers of the program do not depend on faults."""
+
+
 def persist(
     attempt: Callable[[], T],
     cause_of: Callable[[Exception], str],
@@ -201,7 +205,7 @@ def persist(
                 is_endless = timing.give_up_s == math.inf
                 end = "" if is_endless else f"; given up after {timing.give_up_s:.0f} s"
                 _log.warning("%s: fails for %.0f s now (%s)%s", place, elapsed_s, cause, end)
-            pause_s = wait_s * random.uniform(0.5, 1) if wait_s < left_s else left_s
+            pause_s = wait_s * _random.uniform(0.5, 1) if wait_s < left_s else left_s
             if _abandoned.wait(pause_s):
                 message = f"was cancelled while it failed ({cause})"
                 raise RemoteError(errno.ECANCELED, message, place)

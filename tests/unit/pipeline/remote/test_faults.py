@@ -3,6 +3,7 @@
 import errno
 import math
 import pickle
+import random
 import re
 import time
 from collections.abc import Callable
@@ -24,7 +25,7 @@ def test_a_fault_costs_a_request_and_no_more(remote: Remote, kind: str) -> None:
     remote.put("x", DATA)
     is_silent = kind in ("stall", "slow")
     store = replace(remote.store, timing=replace(FAST, read_s=0.5)) if is_silent else remote.store
-    before, began = store.traffic, time.monotonic()
+    before, began, numbers = store.traffic, time.monotonic(), random.getstate()
     for times in (1, 2):
         remote.proxy.seen.clear()
         remote.proxy.schedule.extend([Fault(kind, 500, seconds=1.0)] * times)  # type: ignore[arg-type]
@@ -36,6 +37,7 @@ def test_a_fault_costs_a_request_and_no_more(remote: Remote, kind: str) -> None:
     assert traffic.retries == 3 or (is_silent and traffic.retries > 3)
     assert traffic.bytes == 4000
     assert 0 < traffic.outage_s < time.monotonic() - began
+    assert random.getstate() == numbers, "the program's own numbers stay as they are"
 
 
 def test_mistakes_that_are_the_networks_pass(remote: Remote) -> None:
