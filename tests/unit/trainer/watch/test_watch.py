@@ -7,6 +7,7 @@ import gc
 import io
 import os
 import pickle
+import re
 import signal
 import sys
 import threading
@@ -69,6 +70,12 @@ def wakeup() -> int:
     return found
 
 
+_OTHERS = re.compile(
+    r"^tokenfeed-stall$|^ThreadPool|\((process_request_thread|serve\w*|run_server|_telemetry|_a\w+)"
+)
+"""Matches threads that end or begin at any time: of servers of other tests, and of libraries."""
+
+
 def state() -> dict[str, Any]:
     """Return everything of the process that a watch may touch."""
     from torch.nn.modules import module as modules
@@ -98,7 +105,7 @@ def state() -> dict[str, Any]:
         "profile": (sys.getprofile(), sys.gettrace(), threading.getprofile()),
         "collector": [*gc.callbacks],
         "excepthook": sys.excepthook,
-        "threads": {each.name for each in threading.enumerate()} - {"tokenfeed-stall"},
+        "threads": {each.name for each in threading.enumerate() if not _OTHERS.search(each.name)},
     }
 
 
