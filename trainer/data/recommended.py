@@ -315,7 +315,7 @@ def _padded(longest: int, train: SplitInfo, given: Mapping[str, Any], rate: floa
     chosen, cut_to = _step_rows(train), given.get("sequence_length") or longest
     if cut_to < longest and given.get("step_rows") is None and given.get("batching") != "packed":
         step = {"step_tokens": round_up(max(1, chosen * train.tokens // train.rows), cut_to)}
-        choice = Choice(step, f"rows of up to {longest:,} tokens are cut")
+        choice = Choice(step, f"a row of {longest:,} tokens is longer than --sequence-length")
         return [choice, *_padded(longest, train, {**given, **step}, rate)]
     rows = given.get("step_rows") or chosen
     slots = max(length, min(rows * length, _MOST_SLOTS))
